@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -33,10 +34,9 @@ class AlignmentMap(Record):
         lists = (self.teacher_prediction_positions, self.target_token_ids, self.model_token_mask, self.token_weights, self.span_types)
         if any(len(values) != n for values in lists):
             raise DataError(f"alignment of {self.trajectory_id!r}: lists differ in length: {[n, *map(len, lists)]}")
-        steps = zip(self.student_prediction_positions, self.student_prediction_positions[1:])
-        if any(later <= earlier for earlier, later in steps):
+        if any(later <= earlier for earlier, later in pairwise(self.student_prediction_positions)):
             raise DataError(f"alignment of {self.trajectory_id!r}: student positions must increase strictly")
-        for weight, own, kind in zip(self.token_weights, self.model_token_mask, self.span_types):
+        for weight, own, kind in zip(self.token_weights, self.model_token_mask, self.span_types, strict=True):
             if own != (kind in MODEL_SPANS) or (weight > 0 and not own):
                 raise DataError(f"alignment of {self.trajectory_id!r}: weight {weight} on a token of {kind}, which the model did not write")
         return self

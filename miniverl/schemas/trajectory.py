@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from html import escape
-from itertools import groupby
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
@@ -19,7 +19,7 @@ from ..core import DataError, compact_json, loads_strict
 # %% auto #0
 __all__ = ['CRITICAL_SPANS', 'MODEL_SPANS', 'PROMPT_TURN', 'StrictInt', 'Count', 'Real', 'SPAN_COLOURS', 'SpanType',
            'TerminationReason', 'FailureCategory', 'Record', 'Span', 'ToolCall', 'ToolResult', 'Turn',
-           'VerificationRecord', 'TrajectoryMeta', 'Trajectory', 'transcript_svg', 'mask_svg', 'read_trajectories']
+           'VerificationRecord', 'TrajectoryMeta', 'Trajectory', 'transcript_svg', 'read_trajectories']
 
 # %% ../../nbs/03_schemas.trajectory.ipynb #enums
 class SpanType(StrEnum):
@@ -89,14 +89,16 @@ class Record(BaseModel):
         DataError
             If a field is missing, unknown, of the wrong type or breaks an invariant.
         """
+        place = f"{source}: " if source else ""
         try:
             return cls.model_validate(data)
+        except DataError as error:
+            raise DataError(place + error.message, hint=error.hint) from error
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "record"
             value = repr(first["input"])
             shown = value if len(value) <= 60 else value[:57] + "..."
-            place = f"{source}: " if source else ""
             message = f"{place}not a valid {cls.__name__}: {where}: {first['msg']} (got {shown})"
             raise DataError(message, hint="The file was written by another version or edited by hand.") from error
 
@@ -209,7 +211,7 @@ def _check_tiling(spans: Sequence[Span], length: int) -> None:
 def _check_labels(spans: Sequence[Span], turns: Sequence[Turn]) -> None:
     """Invariants 2 and 3: turn ids exist and increase; `gen:` keys belong to model spans."""
     ids = [turn.turn_id for turn in turns]
-    if any(later <= earlier for earlier, later in zip(ids, ids[1:])):
+    if any(later <= earlier for earlier, later in pairwise(ids)):
         raise DataError(f"turn ids must increase, got {ids}")
     known = set(ids)
     for index, span in enumerate(spans):
@@ -251,24 +253,9 @@ class _TrajectoryFields(Record):
     final_answers_verified: Count | None = None
     metadata: TrajectoryMeta
 
-# %% ../../nbs/03_schemas.trajectory.ipynb #trajectory
-class Trajectory(_TrajectoryFields):
-    """One episode: token ids, the spans that tile them, turns, verdict and counters.
-
-    The masks are derived from the spans. A mask found in a file must agree with them and is then dropped.
-    """
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _validate(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Build the record, then check invariants 1 to 5."""
-        masks: dict[str, Any] = {}
-        if isinstance(data, Mapping):
-            masks = {key: data[key] for key in _MASKS if key in data}
-            data = {key: value for key, value in data.items() if key not in masks}
-        record = handler(data)
-        _check_record(record, masks)
-        return record
+# %% ../../nbs/03_schemas.trajectory.ipynb #derived
+class _Derived(_TrajectoryFields):
+    """What follows from the spans."""
 
     @property
     def attention_mask(self) -> tuple[int, ...]:
@@ -291,7 +278,28 @@ class Trajectory(_TrajectoryFields):
 
     def span_at(self, position: int) -> Span:
         """The span that holds `position` (binary search). Raises DataError outside ``[0, n)``."""
-        return _span_at(self, position)
+        if not 0 <= position < len(self.token_ids):
+            raise DataError(f"position {position} is outside trajectory {self.trajectory_id!r} of {len(self.token_ids)} tokens")
+        return self.spans[bisect_right(self.spans, position, key=lambda span: span.start) - 1]
+
+# %% ../../nbs/03_schemas.trajectory.ipynb #trajectory
+class Trajectory(_Derived):
+    """One episode: token ids, the spans that tile them, turns, verdict and counters.
+
+    The masks are derived from the spans. A mask found in a file must agree with them and is then dropped.
+    """
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _validate(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Build the record, then check invariants 1 to 5."""
+        masks: dict[str, Any] = {}
+        if isinstance(data, Mapping):
+            masks = {key: data[key] for key in _MASKS if key in data}
+            data = {key: value for key, value in data.items() if key not in masks}
+        record = handler(data)
+        _check_record(record, masks)
+        return record
 
     def to_line(self) -> str:
         """One line of JSON without defaults and masks; `from_line` restores an equal record."""
@@ -319,13 +327,6 @@ def _check_record(record: Trajectory, masks: Mapping[str, Any]) -> None:
                 raise DataError(f"the stored {name} differs from the one derived from the spans")
     except DataError as error:
         raise DataError(f"trajectory {record.trajectory_id!r}: {error.message}", hint=error.hint) from None
-
-
-def _span_at(record: Trajectory, position: int) -> Span:
-    """Binary search over span starts."""
-    if not 0 <= position < len(record.token_ids):
-        raise DataError(f"position {position} is outside trajectory {record.trajectory_id!r} of {len(record.token_ids)} tokens")
-    return record.spans[bisect_right(record.spans, position, key=lambda span: span.start) - 1]
 
 # %% ../../nbs/03_schemas.trajectory.ipynb #colours
 SPAN_COLOURS: Mapping[SpanType, str] = MappingProxyType(
@@ -378,34 +379,6 @@ def transcript_svg(trajectory: Trajectory, *, columns: int = 84) -> str:
             body.append(f'<text x="{left}" y="{y + 13 + line * index}" xml:space="preserve">{escape(row)}</text>')
         y += height + 5
     return _svg(round(left + columns * 7.3 + 12), y + 2, body)
-
-# %% ../../nbs/03_schemas.trajectory.ipynb #mask-svg
-def mask_svg(trajectory: Trajectory, *, width: int = 720) -> str:
-    """Draw span types, model mask and critical mask as three strips over the token positions.
-
-    Parameters
-    ----------
-    trajectory
-        Record to draw.
-    width
-        Width of the strips in pixels.
-    """
-    left, step = 82, width / max(len(trajectory.token_ids), 1)
-    strips: list[tuple[str, list[str]]] = [
-        ("spans", [SPAN_COLOURS[span.span_type] for span in trajectory.spans for _ in range(span.start, span.end)]),
-        ("model", ["#3b6ea5" if on else "#eeeeee" for on in trajectory.model_generated_mask]),
-        ("critical", ["#b23a48" if on else "#eeeeee" for on in trajectory.critical_mask]),
-    ]
-    body = []
-    for row, (label, colours) in enumerate(strips):
-        y, at = 6 + 22 * row, 0
-        body.append(f'<text x="6" y="{y + 13}">{label}</text>')
-        for colour, run in groupby(colours):
-            count = len(list(run))
-            cell = f'x="{left + at * step:.1f}" y="{y}" width="{count * step:.1f}" height="18"'
-            body.append(f'<rect {cell} fill="{colour}" stroke="#ffffff"/>')
-            at += count
-    return _svg(left + width + 8, 74, body)
 
 # %% ../../nbs/03_schemas.trajectory.ipynb #read-file
 def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
