@@ -8,15 +8,15 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, NoReturn, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ..core import DataError
+from .trajectory import MODEL_SPANS, Record
 
 # %% auto #0
-__all__ = ['MODEL_SPAN_TYPES', 'TeacherTargets', 'CacheIdentity', 'CacheCompressionStats']
+__all__ = ['TeacherTargets', 'CacheIdentity', 'CacheCompressionStats']
 
 # %% ../../nbs/04_schemas.cache.ipynb #constants
-MODEL_SPAN_TYPES = frozenset({"assistant_text", "assistant_tool_call", "assistant_final"})
 _MASS_TOLERANCE = 2e-2
 _LOG_PROB_SLACK = 1e-3
 _SHAPES = {
@@ -114,7 +114,7 @@ def _check_positions(t: TeacherTargets) -> None:
         _refuse(t, "weights must be finite and non-negative")
     if t.target_token_ids.min() < 0 or t.topk_indices.min() < 0:
         _refuse(t, "token ids must be non-negative")
-    if foreign := sorted(set(t.span_types) - MODEL_SPAN_TYPES):
+    if foreign := sorted(set(t.span_types) - MODEL_SPANS):
         _refuse(t, f"targets on text the model did not write: {', '.join(map(repr, foreign))}")
 
 # %% ../../nbs/04_schemas.cache.ipynb #check-distribution
@@ -132,12 +132,8 @@ def _check_distribution(t: TeacherTargets) -> None:
     if (worst := float(np.abs(mass - 1).max())) > _MASS_TOLERANCE:
         _refuse(t, f"top-k and tail must sum to 1 at every position, the worst is off by {worst:.3g}")
 
-# %% ../../nbs/04_schemas.cache.ipynb #record-base
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class CacheIdentity(_Frozen):
+# %% ../../nbs/04_schemas.cache.ipynb #identity
+class CacheIdentity(Record):
     """Everything a set of teacher targets depends on besides the trajectories."""
 
     teacher_model_id: str
@@ -147,7 +143,7 @@ class CacheIdentity(_Frozen):
     teacher_adapter_provenance: dict[str, Any] | None = None
     vocab_size: int = Field(ge=1)
     top_k: int = Field(ge=1)
-    temperature: float = Field(gt=0)
+    temperature: float = Field(gt=0, allow_inf_nan=False)
     loss_mode: str = "bucketed_topk_tail"
     dtype: Literal["float32", "float16"] = "float32"
 
@@ -157,7 +153,7 @@ class CacheIdentity(_Frozen):
         return [f"{name}: {mine[name]!r} != {theirs[name]!r}" for name in mine if mine[name] != theirs[name]]
 
 # %% ../../nbs/04_schemas.cache.ipynb #stats
-class CacheCompressionStats(_Frozen):
+class CacheCompressionStats(Record):
     """Size accounting of a teacher-target cache."""
 
     num_trajectories: int = Field(ge=0)
