@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from ..core import ConfigError
+from ..schemas.config import LossSection
 
 # %% auto #0
 __all__ = ['LOG_ZERO', 'DIVERGENCES', 'upcast', 'as_log_probs', 'forward_kl', 'reverse_kl', 'jsd', 'entropy', 'log1mexp',
@@ -142,7 +143,8 @@ class LossSpec:
                          ("nll_weight", 0 <= self.nll_weight <= 1)):
             if not ok:
                 raise ConfigError(f"{name} is out of range: {getattr(self, name)!r}", hint="see the loss section of a recipe")
-        _check_beta(self.jsd_beta)
+        if self.divergence == "jsd":
+            _check_beta(self.jsd_beta)
 
     @property
     def factor(self) -> float:
@@ -150,8 +152,8 @@ class LossSpec:
         return self.temperature**2 if self.scale_by_temperature_squared and self.temperature != 1 else 1.0
 
     @classmethod
-    def from_section(cls, section: Any) -> Self:
-        """The loss section of a validated recipe (`schemas.config.LossSection`) as a `LossSpec`."""
+    def from_section(cls, section: LossSection) -> Self:
+        """The loss section of a validated recipe as a `LossSpec`."""
         names = ("mode", "divergence", "temperature", "scale_by_temperature_squared", "jsd_beta", "tail_epsilon")
         return cls(**{name: getattr(section, name) for name in names}, nll_weight=section.sampled_token_nll_weight)
 
