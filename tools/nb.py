@@ -39,7 +39,12 @@ def from_text(text: str, old: dict | None = None) -> dict:
     if twice := sorted({i for i in ids if ids.count(i) > 1}):
         raise SystemExit(f"cell ids used twice: {', '.join(twice)}")
     kept = {c["id"]: c for c in (old or {"cells": []})["cells"]}
-    return {"cells": [_cell(*cell, kept) for cell in cells], "metadata": {"kernelspec": KERNEL}, "nbformat": 4, "nbformat_minor": 5}
+    return {
+        "cells": [_cell(*cell, kept) for cell in cells],
+        "metadata": {"kernelspec": KERNEL},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
 
 
 def _cell(kind: str, ident: str, lines: list[str], kept: dict) -> dict:

@@ -5,6 +5,7 @@ Exported cells are compiled under the file name and line of the exported module,
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import json
@@ -13,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import types
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,8 +63,19 @@ def exported_lines(module: Path | None) -> dict[str, int]:
     return {m.group(1): n + 2 for n, line in enumerate(lines) if (m := CELL_MARK.match(line))}
 
 
-def _compile(source: str, filename: str, line: int, rewrite: bool) -> tuple[Any, Any]:
-    """Code of the statements and, if the last one is an expression without `;`, code of its value."""
+def _future_flags(tree: ast.Module) -> int:
+    """Compiler flags of the `from __future__` imports of a cell; as in Jupyter they hold for the cells after it."""
+    names = [
+        a.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__"
+        for a in node.names
+    ]
+    return sum(getattr(__future__, name).compiler_flag for name in names)
+
+
+def _compile(source: str, filename: str, line: int, rewrite: bool, future: int) -> tuple[Any, Any, int]:
+    """Code of the statements; if the last one is an expression without `;`, code of its value; the compiler flags so far."""
     tree = ast.parse(source, filename)
     if rewrite:
         from _pytest.assertion.rewrite import rewrite_asserts
@@ -72,8 +85,9 @@ def _compile(source: str, filename: str, line: int, rewrite: bool) -> tuple[Any,
     last = None
     if tree.body and isinstance(tree.body[-1], ast.Expr) and not source.rstrip().endswith(";"):
         last = ast.Expression(tree.body.pop().value)
-    run = compile(tree, filename, "exec", dont_inherit=True)
-    return run, compile(last, filename, "eval", dont_inherit=True) if last is not None else None
+    future |= _future_flags(tree)
+    run = compile(tree, filename, "exec", flags=future, dont_inherit=True)
+    return run, compile(last, filename, "eval", flags=future, dont_inherit=True) if last is not None else None, future
 
 
 @contextmanager
@@ -138,7 +152,9 @@ class Notebook:
         from IPython.utils.capture import capture_output
 
         shell = InteractiveShell.instance()
-        space: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
+        home = types.ModuleType("notebook_" + re.sub(r"\W", "_", self.path.stem))
+        sys.modules[home.__name__] = home  # pydantic and dataclasses look names up in the module of a class
+        space, future = vars(home), 0
         lines = exported_lines(module := module_path(self.cells))
         done = {}
         for number, cell in enumerate(self.cells):
@@ -148,7 +164,7 @@ class Notebook:
             name, line = self._place(cell, number, source, marks, module, lines)
             try:
                 with time_limit(limit, f"cell {number} (#{cell.get('id')})"), capture_output() as captured:
-                    run, value_of = _compile(source, name, line, rewrite)
+                    run, value_of, future = _compile(source, name, line, rewrite, future)
                     exec(run, space)
                     value = eval(value_of, space) if value_of is not None else None
                 done[cell["id"]] = _outputs(captured, value, shell)
