@@ -3,6 +3,8 @@
 # %% ../../nbs/12_models.toy.ipynb #imports
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -60,11 +62,15 @@ class _Layer(nn.Module):
 class ToyDecoder(nn.Module):
     """Decoder over ``vocab_size`` tokens; returns normed hidden states, the head is applied by the caller."""
 
+    layers: Iterable[_Layer]  # an nn.ModuleList, told more precisely
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, shape: ToyShape, vocab_size: int) -> None:
         super().__init__()
         self.shape = shape
         self.embed = nn.Embedding(vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList([_Layer(shape) for _ in range(shape.num_layers)])
+        self.layers = nn.ModuleList([_Layer(shape) for _ in range(shape.num_layers)])  # type: ignore[assignment]
         self.norm = nn.RMSNorm(shape.hidden_size, eps=1e-6)
         self.head = nn.Linear(shape.hidden_size, vocab_size, bias=False)
         cos, sin = rotary_tables(shape.max_position_embeddings + 1, shape.hidden_size // shape.num_heads)
@@ -111,6 +117,7 @@ class ToyBackend(Backend):
     """The toy decoder behind the backend contract."""
 
     name = "toy"
+    module: ToyDecoder
 
     def __init__(self, module: ToyDecoder, tokenizer: Tokenizer, model_id: str = "toy", seed: int | None = None) -> None:
         self.module, self.tokenizer, self.model_id, self.seed = module, tokenizer, model_id, seed
