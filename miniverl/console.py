@@ -143,8 +143,8 @@ def clock_text(seconds: float) -> str:
 
 
 def time_left(elapsed: float, done: int, total: int) -> str:
-    """Estimate of the time left if the rest goes as fast as what is done; empty while nothing is done."""
-    return clock_text(elapsed / done * (total - done)) if 0 < done < total else ""
+    """Estimate of the time left if the rest goes as fast as what is done; empty while nothing is known."""
+    return clock_text(elapsed / done * (total - done)) if 0 < done < total and elapsed > 0 else ""
 
 # %% ../nbs/95_console.ipynb #line-progress
 class LineProgress:
@@ -154,6 +154,7 @@ class LineProgress:
         self.stream, self.interval, self.clock = stream, interval, clock
         self._began: dict[str, float] = {}
         self._last_done: dict[str, int] = {}
+        self._inner: set[str] = set()
         self._last_line = float("-inf")
 
     def __enter__(self) -> Self:
@@ -164,17 +165,22 @@ class LineProgress:
 
     def __call__(self, phase: str, done: int, total: int, info: Mapping[str, Any] | None = None) -> None:
         now, first = self.clock(), phase not in self._began
-        if first or done < self._last_done[phase]:
+        if first:
             self._began[phase] = now
+        elif done < self._last_done[phase] or (done == self._last_done[phase] and done >= total):
+            self._began[phase] = now
+            self._inner.add(phase)
         self._last_done[phase] = done
-        finished = done >= total and now - self._began[phase] >= self.interval
-        if first or finished or now - self._last_line >= self.interval:
+        lasting = now - self._began[phase] >= self.interval
+        due = now - self._last_line >= self.interval and (lasting or phase not in self._inner)
+        if first or due or (lasting and done >= total):
             self._last_line = now
             self._write(phase, done, total, now - self._began[phase], info)
 
     def _write(self, phase: str, done: int, total: int, elapsed: float, info: Mapping[str, Any] | None) -> None:
         left = time_left(elapsed, done, total)
-        parts = [f"{phase} {done}/{total}" if total else phase, f"{left} left" if left else "", info_text(info)]
+        name = phase.replace("_", " ")
+        parts = [f"{name} {done}/{total}" if total else name, f"{left} left" if left else "", info_text(info)]
         print("  ".join(part for part in parts if part), file=self.stream, flush=True)
 
 # %% ../nbs/95_console.ipynb #bar-progress
@@ -207,7 +213,7 @@ class BarProgress:
 
     def __call__(self, phase: str, done: int, total: int, info: Mapping[str, Any] | None = None) -> None:
         if phase not in self._tasks:
-            self._tasks[phase] = self._bars.add_task(phase, total=total, info="")
+            self._tasks[phase] = self._bars.add_task(phase.replace("_", " "), total=total, info="")
         elif done < self._last_done[phase]:
             self._bars.reset(self._tasks[phase])
         self._last_done[phase] = done

@@ -74,7 +74,7 @@ def cycle(phase: str, index: int, teacher: bool) -> dict:
         "phase": phase,
         "cycle": index,
         "optimizer_steps": 1,
-        "on_policy": teacher,
+        "student_rollouts": teacher,
         "teacher": teacher,
         "scored_positions": 40 * teacher,
         "rollouts": {"rollouts": 4, "generated_tokens": 40},
@@ -97,7 +97,7 @@ def make_run(folder: Path, name: str = "tiny", *, finished: bool = True) -> RunD
         held_out("baseline", 0, 0),
         {"phase": "sft_warmup", "step": 1, "loss": 2.0},
         {"phase": "sft_warmup", "step": 2, "loss": 1.0},
-        held_out("cold_start", 2, 1),
+        held_out("cold-start", 2, 1),
         {"phase": "opd", "step": 3, "loss": 0.5},
         cycle("opd_cycle", 0, True),
         {"phase": "opd", "step": 4, "loss": 0.25},
@@ -109,6 +109,6 @@ def make_run(folder: Path, name: str = "tiny", *, finished: bool = True) -> RunD
     run.eval_trajectories.write_text("".join(item.to_line() + "\n" for item in episodes))
     run.trajectories.write_text(episode("t3:v0:s7").to_line() + "\n")
     if finished:
-        result = {"global_step": 4, "baseline_eval": metrics[0], "eval": metrics[-1], "phase_seconds": {"rollout": 2.0, "eval": 1.0}}
+        result = {"global_step": 4, "baseline_eval": metrics[0], "eval": metrics[-1], "phase_seconds": {"wall": {"rollout": 2.0, "eval": 1.0}}}
         run.eval.write_text(json.dumps(result))
     return run

@@ -74,7 +74,7 @@ def test_words_follow_the_numbers(after, verb):
 
 def test_cold_start_gain_is_not_credited_to_the_method(tmp_path):
     records = load_run(make_run(tmp_path).path)
-    without = RunRecords("r", metrics=[r for r in records.metrics if r.get("tag") != "cold_start"])
+    without = RunRecords("r", metrics=[r for r in records.metrics if r.get("tag") != "cold-start"])
     assert success_change(without) is None and "not measured" in describe_change(None)
 
 

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..core import DataError, UsageError
+from ..agent.stats import RolloutStats
+from ..core import UsageError
 from .charts import MODEL_SPAN_NAMES, SPAN_COLOURS, SPAN_LABELS, StripSpan, token_strip
 from ..schemas.trajectory import Trajectory, read_trajectories
 
@@ -18,48 +19,48 @@ else:
     Text = Any
 
 # %% auto #0
-__all__ = ['summarise', 'outcome', 'pick', 'visible', 'preview', 'span_rows', 'transcript_lines', 'title_line', 'transcript_text',
-           'painted', 'print_transcript', 'strip_spans', 'trajectory_svg']
+__all__ = ['FileSummary', 'summarise', 'outcome', 'pick', 'visible', 'preview', 'span_rows', 'transcript_lines', 'title_line',
+           'transcript_text', 'painted', 'print_transcript', 'strip_spans', 'trajectory_svg']
 
 # %% ../../nbs/76b_reporting.inspect.ipynb #summary
+class FileSummary:
+    """Counts over a set of trajectories; `add` is called once per record, `to_dict` gives plain data."""
+
+    def __init__(self) -> None:
+        self.stats = RolloutStats()
+        self.tokens = 0
+        self.versions: set[int] = set()
+        self.counters: dict[str, Counter[str]] = {name: Counter() for name in ("sources", "splits", "difficulties", "tokens_by_span_type")}
+
+    def add(self, item: Trajectory) -> None:
+        """Fold one trajectory in."""
+        self.stats.add(item)
+        self.tokens += len(item.token_ids)
+        self.versions.add(item.policy_version)
+        meta = item.metadata
+        for name, value in (("sources", meta.source), ("splits", meta.split), ("difficulties", meta.difficulty)):
+            self.counters[name][value or "-"] += 1
+        for span in item.spans:
+            self.counters["tokens_by_span_type"][str(span.span_type)] += span.end - span.start
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts; ``rollouts`` holds the figures of `RolloutStats`."""
+        counters = {name: dict(sorted(counter.items())) for name, counter in self.counters.items()}
+        return {
+            "trajectories": self.stats.rollouts,
+            "tokens": self.tokens,
+            "policy_versions": sorted(self.versions),
+            **counters,
+            "rollouts": self.stats.to_dict(),
+        }
+
+
 def summarise(trajectories: Iterable[Trajectory]) -> dict[str, Any]:
-    """Counts over a set of trajectories as plain data.
-
-    Returns
-    -------
-    dict
-        ``trajectories``, ``solved``, ``success_rate`` (None if there are none), ``tokens``, ``generated_tokens``, ``policy_versions``
-        (sorted), and counters ``sources``, ``splits``, ``difficulties``, ``termination_reasons``, ``outcomes``, ``tokens_by_span_type``.
-    """
-    counters = {name: Counter[str]() for name in ("sources", "splits", "difficulties", "termination_reasons", "outcomes", "tokens_by_span_type")}
-    versions: set[int] = set()
-    total = solved = tokens = generated = 0
+    """Counts over a set of trajectories as plain data, see `FileSummary`."""
+    summary = FileSummary()
     for item in trajectories:
-        total += 1
-        solved += bool(item.verification and item.verification.solved)
-        tokens += len(item.token_ids)
-        generated += item.generated_token_count
-        versions.add(item.policy_version)
-        _count(counters, item)
-    return {
-        "trajectories": total,
-        "solved": solved,
-        "success_rate": solved / total if total else None,
-        "tokens": tokens,
-        "generated_tokens": generated,
-        "policy_versions": sorted(versions),
-        **{name: dict(sorted(counter.items())) for name, counter in counters.items()},
-    }
-
-
-def _count(counters: dict[str, Counter[str]], item: Trajectory) -> None:
-    counters["sources"][item.metadata.source] += 1
-    counters["splits"][item.metadata.split or "-"] += 1
-    counters["difficulties"][item.metadata.difficulty or "-"] += 1
-    counters["termination_reasons"][str(item.termination_reason)] += 1
-    counters["outcomes"][outcome(item)] += 1
-    for span in item.spans:
-        counters["tokens_by_span_type"][str(span.span_type)] += span.end - span.start
+        summary.add(item)
+    return summary.to_dict()
 
 
 def outcome(trajectory: Trajectory) -> str:
@@ -132,9 +133,13 @@ def transcript_lines(trajectory: Trajectory, *, limit: int = 12) -> list[tuple[s
 
 
 def title_line(trajectory: Trajectory) -> str:
-    """Id, outcome and size in one line."""
+    """Id, outcome and size in one line; a wrong answer is shown beside the expected one."""
     own = sum(span.end - span.start for span in trajectory.spans if span.is_model)
-    return f"{trajectory.trajectory_id}  {outcome(trajectory)}  {len(trajectory.token_ids)} tokens, {own} by the model"
+    parts = [outcome(trajectory), f"{len(trajectory.token_ids)} tokens, {own} by the model"]
+    verdict = trajectory.verification
+    if verdict and not verdict.solved:
+        parts.insert(1, f"expected {preview(str(verdict.expected), 40)}, answered {preview(str(verdict.predicted), 40)}")
+    return f"{preview(trajectory.trajectory_id, 120)}: {', '.join(parts)}"
 
 
 def transcript_text(trajectory: Trajectory, *, limit: int = 12) -> str:

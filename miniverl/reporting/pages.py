@@ -10,8 +10,7 @@ from typing import Any
 
 from .charts import SPAN_LABELS, learning_curve, loss_curve, phase_bars
 from .inspect import title_line, trajectory_svg, transcript_text
-from .records import RunRecords, cold_start_steps, describe_change, eval_points, load_run, loss_series
-from .records import phase_seconds, success_change
+from .records import RunRecords, at, cold_start_steps, describe_run, eval_points, load_run, loss_series, phase_seconds
 from ..schemas.trajectory import Trajectory, read_trajectories
 from ..store import RunDir, write_atomic
 from ..training.accounting import run_ratios, totals_of
@@ -47,53 +46,38 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 # %% ../../nbs/77_reporting.pages.ipynb #headline
 def headline(records: RunRecords) -> str:
     """Title, the result in one sentence and its limits."""
-    mode = str(_config(records, "run", "mode") or records.manifest.get("mode") or "opd")
     points = eval_points(records)
-    limits = [f"seed {_number(_config(records, 'run', 'seed')).replace(',', '')}"]
+    limits = [f"seed {_plain(at(records.config, 'run.seed'))}"]
     if points:
-        temperature = _config(records, "eval", "temperature")
-        limits.insert(0, f"{points[-1].tasks} held-out tasks ({_config(records, 'eval', 'split') or 'eval'} split)")
+        temperature = at(records.config, "eval.temperature")
+        limits.insert(0, f"{points[-1].tasks} held-out tasks ({at(records.config, 'eval.split') or 'eval'} split)")
         limits.append("greedy decoding" if not temperature else f"sampling at temperature {temperature:g}")
     status = str(records.manifest.get("status") or "unknown")
-    lines = [f"# Run {_plain(records.name)}", "", f"**{describe_change(success_change(records), mode)}**", ""]
+    lines = [f"# Run {_plain(records.name)}", "", f"**{describe_run(records)}**", ""]
     lines.append(f"{', '.join(limits)}. One run with one seed: no significance is claimed.")
     if status != "completed":
         lines += ["", f"The run is not complete: its status is `{status}`."]
     return "\n".join(lines)
 
-
-def _config(records: RunRecords, *keys: str) -> Any:
-    value: Any = records.config
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
 # %% ../../nbs/77_reporting.pages.ipynb #glance
-def _nested(data: Mapping[str, Any], *keys: str) -> Any:
-    value: Any = data
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
 def glance(records: RunRecords) -> str:
     """The run in a table: objective, task family, models, size, device."""
     manifest, config = records.manifest, records.config
-    environment = " / ".join(str(v) for v in (_nested(config, "environment", "name"), _nested(config, "environment", "difficulty")) if v)
+    environment = " / ".join(str(v) for v in (at(config, "environment.name"), at(config, "environment.difficulty")) if v)
     steps = (records.result or {}).get("global_step", max((int(r["step"]) for r in records.steps), default=0))
     rows = {
-        "objective": _nested(manifest, "objective", "name"),
-        "divergence": _nested(manifest, "objective", "divergence"),
-        "loss": _nested(manifest, "objective", "loss_mode"),
-        "top-k": _nested(manifest, "objective", "top_k"),
-        "selector": _nested(manifest, "objective", "selector"),
+        "objective": at(manifest, "objective.name"),
+        "divergence": at(manifest, "objective.divergence"),
+        "loss": at(manifest, "objective.loss_mode"),
+        "top-k": at(manifest, "objective.top_k"),
+        "selector": at(manifest, "objective.selector"),
         "on-policy": manifest.get("is_on_policy"),
         "environment": environment or None,
-        "student": _nested(config, "models", "student", "model_id"),
-        "teacher": _nested(config, "models", "teacher", "model_id"),
+        "student": at(config, "models.student.model_id"),
+        "teacher": at(config, "models.teacher.model_id"),
         "optimizer steps": steps,
         "of which cold start": cold_start_steps(records) or None,
-        "device": _nested(manifest, "models", "device"),
+        "device": manifest.get("device"),
         "miniverl": manifest.get("miniverl_version"),
     }
     shown = [(name, "yes" if value is True else "no" if value is False else _number(value)) for name, value in rows.items()]
@@ -175,7 +159,7 @@ def training(records: RunRecords) -> str:
 
 def cache_rows(records: RunRecords) -> list[list[str]]:
     """Size of the teacher cache, if the run had one."""
-    stats = _nested(records.result or {}, "cache") or {}
+    stats = at(records.result, "cache") or {}
     if not stats.get("num_selected_positions"):
         return []
     return [
@@ -196,7 +180,7 @@ def selected_by_span(records: RunRecords) -> str:
     """Selected positions by span type, summed over all cycles."""
     sums: Counter[str] = Counter()
     for record in records.cycles:
-        sums.update(_nested(record, "selection", "selected_by_span_type") or {})
+        sums.update(at(record, "selection.selected_by_span_type") or {})
     total = sum(sums.values())
     rows = [[SPAN_LABELS.get(kind, _plain(kind)), _number(n), _percent(n / total)] for kind, n in _by_count(sums) if n]
     return markdown_table(["trained positions lie in", "positions", "share"], rows) if rows else ""
@@ -205,19 +189,20 @@ def selected_by_span(records: RunRecords) -> str:
 def provenance(records: RunRecords) -> str:
     """Digests and versions that bind the page to the run."""
     manifest = records.manifest
-    packages = _nested(manifest, "packages") or {}
     rows = {
         "sha256 of eval.json": records.result_sha256,
         "run id": manifest.get("run_id"),
         "git commit": manifest.get("git_commit"),
-        "digest of the configuration": manifest.get("config_digest") or manifest.get("resolved_config_digest"),
-        "tokenizer fingerprint": _nested(manifest, "models", "tokenizer_fingerprint"),
-        "digest of the final checkpoint": _nested(manifest, "final_checkpoint", "digest"),
+        "digest of the configuration": at(manifest, "config_digests.resolved"),
+        "tokenizer fingerprint": at(manifest, "models.tokenizer_fingerprint"),
+        "digest of the toy teacher": at(manifest, "teacher.digest"),
+        "digest of the final checkpoint": at(manifest, "final_checkpoint.content_digest"),
         "python": manifest.get("python"),
-        "torch": packages.get("torch"),
-        "threads": _nested(manifest, "models", "threads"),
+        "torch": at(manifest, "packages.torch"),
+        "torch threads": manifest.get("torch_threads"),
     }
-    return markdown_table(["", "value"], [[name, f"`{_plain(v)}`" if v is not None else "not recorded"] for name, v in rows.items()])
+    shown = {name: f"`{_plain(value)}`" if value is not None else "not recorded" for name, value in rows.items()}
+    return markdown_table(["", "value"], [[name, value] for name, value in shown.items() if (name, value) != ("digest of the toy teacher", "not recorded")])
 
 # %% ../../nbs/77_reporting.pages.ipynb #choose
 def choose_examples(trajectories: Iterable[Trajectory], count: int) -> list[Trajectory]:

@@ -16,8 +16,8 @@ from .charts import EvalPoint, LossSeries
 from ..store import RunDir, read_journal
 
 # %% auto #0
-__all__ = ['STEP_PHASES', 'METHOD_NAMES', 'RunRecords', 'load_run', 'eval_points', 'loss_series', 'cold_start_steps',
-           'phase_seconds', 'Change', 'success_change', 'describe_change']
+__all__ = ['STEP_PHASES', 'METHOD_NAMES', 'RunRecords', 'at', 'load_run', 'eval_points', 'loss_series', 'cold_start_steps',
+           'phase_seconds', 'Change', 'success_change', 'describe_run', 'describe_change']
 
 # %% ../../nbs/75_reporting.records.ipynb #run-records
 @dataclass(frozen=True)
@@ -47,6 +47,13 @@ class RunRecords:
 
 
 STEP_PHASES = ("sft_warmup", "sft", "offline_kd", "opd")
+
+# %% ../../nbs/75_reporting.records.ipynb #at
+def at(data: Any, path: str) -> Any:
+    """The value at a dotted path in nested mappings, or None where the path leaves them."""
+    for key in path.split("."):
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return data
 
 # %% ../../nbs/75_reporting.records.ipynb #load-run
 def _mapping(value: Any, path: Path) -> Mapping[str, Any]:
@@ -89,7 +96,7 @@ def load_run(path: str | Path) -> RunRecords:
 
 # %% ../../nbs/75_reporting.records.ipynb #eval-points
 def _is_training_tag(tag: str) -> bool:
-    return tag in ("baseline", "cold_start", "cold-start", "final") or tag.removeprefix("cycle").isdigit()
+    return tag in ("baseline", "cold-start", "final") or tag.removeprefix("cycle").isdigit()
 
 
 def _point(record: Mapping[str, Any]) -> EvalPoint:
@@ -101,7 +108,7 @@ def eval_points(records: RunRecords) -> list[EvalPoint]:
     found = [record for record in records.of_phase("eval") if _is_training_tag(str(record.get("tag", "")))]
     if not found and records.result:
         found = [record for record in (records.result.get("baseline_eval"), records.result.get("eval")) if record]
-    split = (records.config.get("eval") or {}).get("split")
+    split = at(records.config, "eval.split")
     points = {point.step: point for point in (_point(r) for r in found if split in (None, r.get("split", split)))}
     return [points[step] for step in sorted(points)]
 
@@ -122,8 +129,8 @@ def cold_start_steps(records: RunRecords) -> int:
 
 def phase_seconds(records: RunRecords) -> dict[str, float]:
     """Wall seconds by phase as the result records them; empty for a run that did not finish."""
-    seconds = (records.result or {}).get("phase_seconds") or {}
-    return {str(name): float(value) for name, value in seconds.items() if value is not None}
+    seconds = at(records.result, "phase_seconds.wall") or {}
+    return {str(name): float(value) for name, value in seconds.items()}
 
 # %% ../../nbs/75_reporting.records.ipynb #change
 @dataclass(frozen=True)
@@ -164,8 +171,13 @@ def _rate(point: EvalPoint) -> str:
     return f"{100 * point.success:.1f}".removesuffix(".0") + f" % ({round(point.success * point.tasks)} of {point.tasks})"
 
 
+def describe_run(records: RunRecords) -> str:
+    """One sentence for people: what the method of a run did to held-out success."""
+    return describe_change(success_change(records), str(at(records.config, "run.mode") or records.manifest.get("mode") or "opd"))
+
+
 def describe_change(change: Change | None, mode: str = "opd") -> str:
-    """One sentence for people: what the method did to held-out success."""
+    """The sentence for a change that is already known."""
     method = METHOD_NAMES.get(mode, mode)
     if change is None:
         return f"Whether {method} helped was not measured: there is no held-out evaluation on both sides of it."
