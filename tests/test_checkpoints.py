@@ -10,7 +10,13 @@ import torch
 from miniverl.core import CheckpointError
 from miniverl.models.toy import ToyBackend
 from miniverl.schemas.config import ToyShape
-from miniverl.training.checkpoints import latest_checkpoint, load_checkpoint, recover_checkpoints, save_checkpoint, verify_checkpoint
+from miniverl.training.checkpoints import (
+    latest_checkpoint,
+    load_checkpoint,
+    recover_checkpoints,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from miniverl.training.optim import AdamW
 
 CALLS = ("fsync", "replace", "rename", "link", "mkdir")

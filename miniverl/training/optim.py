@@ -108,7 +108,7 @@ class AdamW:
 def _adamw_update(live: Mapping[str, nn.Parameter], first: list[Tensor], second: list[Tensor], lr: float, spec: AdamW) -> None:
     """One in-place AdamW update of `live` and its moments."""
     beta1, beta2 = spec.betas
-    parameters = list(live.values())
+    parameters: list[Tensor] = list(live.values())
     gradients = [p.grad.float() for p in parameters if p.grad is not None]
     torch._foreach_lerp_(first, gradients, 1.0 - beta1)
     torch._foreach_mul_(second, beta2)

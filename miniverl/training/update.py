@@ -124,8 +124,8 @@ def _make_batch(samples: Sequence[Sample], weights: Sequence[np.ndarray], pad_id
     flat = np.concatenate([row * width + p - 1 for row, p in enumerate(positions)])
     tokens = np.concatenate([np.asarray(s.trajectory.token_ids, dtype=np.int64)[p] for s, p in zip(samples, positions, strict=True)])
     factors = np.concatenate(list(weights)).astype(np.float32)
-    arrays = (torch.from_numpy(a).to(device) for a in (ids, mask, flat, tokens, factors))
-    return _Batch(*arrays, _targets_of(samples, head, device))
+    on_device = [torch.from_numpy(a).to(device) for a in (ids, mask, flat, tokens, factors)]
+    return _Batch(on_device[0], on_device[1], on_device[2], on_device[3], on_device[4], _targets_of(samples, head, device))
 
 # %% ../../nbs/62b_training.update.ipynb #accumulate
 def accumulate(student: Backend, group: Sequence[Sample], *, reduction: str, spec: LossSpec, chunk_size: int, rows: int,
