@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -37,6 +38,23 @@ def play(backend: Backend, ids: Tensor, lengths: list[int], *, chunk: int = 1, c
         for i, row in enumerate(rows):
             row.append(hidden[i][live[i]])
     return [torch.cat(row) for row in rows]
+
+
+@contextmanager
+def perturbed(backend: Backend) -> Iterator[None]:
+    """Every trainable parameter a little off its value: LoRA starts at an exact zero, which hides gradients and dropout."""
+    named = backend.trainable_parameters()
+    saved = {name: p.detach().clone() for name, p in named.items()}
+    stream = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in named.values():
+            p.add_(0.01 * torch.randn(p.shape, generator=stream).to(p))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, p in named.items():
+                p.copy_(saved[name])
 
 
 @torch.no_grad()
@@ -138,31 +156,37 @@ def gradients_reach_what_trains(backend: Backend) -> None:
     assert named and list(named) == [name for name, p in parameters.items() if p.requires_grad]
     assert all(parameters[name] is p for name, p in named.items())
     backend.module.zero_grad(set_to_none=True)
-    # a zero-initialised factor (LoRA's second) blocks the gradient of the first, so step off it for the check
-    saved = {name: p.detach().clone() for name, p in named.items()}
-    stream = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in named.values():
-            p.add_(0.01 * torch.randn(p.shape, generator=stream).to(p))
-    backend.project(backend.hidden_states(tokens(backend, 2, 6))).logsumexp(-1).sum().backward()
-    with torch.no_grad():
-        for name, p in named.items():
-            p.copy_(saved[name])
+    with perturbed(backend):
+        backend.project(backend.hidden_states(tokens(backend, 2, 6))).logsumexp(-1).sum().backward()
     reached = {name for name, p in parameters.items() if p.grad is not None and bool(p.grad.abs().sum() > 0)}
     backend.module.zero_grad(set_to_none=True)
     assert reached == set(named), f"differs in {sorted(reached ^ set(named))[:4]}"
 
 
+def pure_padding_is_finite(backend: Backend) -> None:
+    ids = tokens(backend, 3, 6)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[1], mask[2, 3:] = False, False
+    backend.module.zero_grad(set_to_none=True)
+    hidden = backend.hidden_states(ids.masked_fill(~mask, backend.tokenizer.pad_id), mask)
+    assert bool(hidden.isfinite().all())
+    hidden[mask].square().sum().backward()
+    gradients = [p.grad for p in backend.trainable_parameters().values() if p.grad is not None]
+    assert gradients and all(bool(g.isfinite().all()) for g in gradients)
+    backend.module.zero_grad(set_to_none=True)
+
+
 def step_in_training_mode(backend: Backend) -> None:
-    ids = tokens(backend, 1, 6)
-    at = torch.arange(6, device=ids.device)[None]
-    backend.train()
-    try:
-        trained = backend.step(ids, at, backend.new_cache(1, 8))
-        assert backend.module.training, "decoding puts the mode back"
-    finally:
-        backend.eval()
-    assert torch.equal(trained, backend.step(ids, at, backend.new_cache(1, 8)))
+    ids = tokens(backend, 2, 6)
+    with perturbed(backend):
+        expected = play(backend, ids, [6, 4], chunk=3)
+        backend.train()
+        try:
+            trained = play(backend, ids, [6, 4], chunk=3)
+            assert backend.module.training, "decoding puts the mode back"
+        finally:
+            backend.eval()
+    assert all(torch.equal(a, b) for a, b in zip(trained, expected, strict=True))
 
 
 def too_long_is_refused(backend: Backend) -> None:
@@ -214,6 +238,7 @@ CHECKS: dict[str, Callable[[Backend], None]] = {
     "an idle row resumes where it stopped": idle_rows_resume,
     "a shared prefix is computed once and copied": prefix_is_copied,
     "gradients reach exactly the trainable parameters": gradients_reach_what_trains,
+    "a row of pure padding stays finite, and its gradients": pure_padding_is_finite,
     "decoding is the same in training mode": step_in_training_mode,
     "more tokens than positions are refused": too_long_is_refused,
     "text is read back exactly": tokenizer_is_reversible,
