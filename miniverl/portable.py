@@ -57,7 +57,7 @@ def _only_numbers(value: Any) -> bool:
         return all(map(_only_numbers, value))
     if isinstance(value, Mapping):
         return all(map(_only_numbers, value.values()))
-    return value is None or isinstance(value, (int, float))
+    return value is None or value == REDACTED or isinstance(value, (int, float))
 
 
 def _is_secret(key: str, value: Any) -> bool:

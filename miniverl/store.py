@@ -157,7 +157,7 @@ def readable_dir(final: _Pathish) -> Path:
     final = Path(final)
     return final if final.exists() or not _backup_of(final).exists() else _backup_of(final)
 
-
+# %% ../nbs/01_store.ipynb #swap-dir
 def replace_dir(staging: _Pathish, final: _Pathish) -> None:
     """Put `staging` in the place of `final`; after a crash and `recover_dir` it holds the old or the new content."""
     staging, final = Path(staging), Path(final)

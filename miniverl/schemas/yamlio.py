@@ -34,6 +34,15 @@ class _Dumper(yaml.SafeDumper):
 
 _Loader.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+0123456789"))
 _Dumper.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+0123456789"))
+_UNSAFE_PLAIN = re.compile(r"[^\n\x20-\x7e\xa1-\u2027\u202a-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Escape in double quotes what PyYAML would fold or lose in its other styles."""
+    return dumper.represent_scalar(_TEXT, text, style='"' if _UNSAFE_PLAIN.search(text) else None)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 def dump_yaml(record: Mapping[str, Any]) -> str:
@@ -41,11 +50,10 @@ def dump_yaml(record: Mapping[str, Any]) -> str:
     return yaml.dump(dict(record), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 # %% ../../nbs/02a_schemas.yamlio.ipynb #lines
-_MOST_VALUES = 20_000
-
-
 class _Lines:
     """Walks a node tree and notes the line of every dotted path."""
+
+    most = 20_000
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -56,8 +64,8 @@ class _Lines:
 
     def note(self, path: str, node: yaml.Node) -> None:
         self.found.setdefault(path, node.start_mark.line + 1)
-        if len(self.found) > _MOST_VALUES:
-            self.fail(f"more than {_MOST_VALUES} values", node)
+        if len(self.found) > self.most:
+            self.fail(f"more than {self.most} values", node)
 
     def walk(self, node: yaml.Node, path: str, above: tuple[int, ...] = ()) -> None:
         if id(node) in above:
@@ -77,7 +85,7 @@ class _Lines:
         seen: set[str] = set()
         for key, value in node.value:
             if key.tag not in (_TEXT, _MERGE):
-                self.fail(f"{path or 'the top'} has the key {getattr(key, 'value', '?')!s:.40}, which YAML does not read as text; quote it", key)
+                self.fail(f"{path or 'the top'} has the key {key.value!s:.40}, which YAML does not read as text; quote it", key)
             if key.value in seen:
                 self.fail(f"{path + '.' if path else ''}{key.value} appears twice", key)
             seen.add(key.value)
@@ -119,7 +127,7 @@ def read_yaml(text: str, source: str = "") -> tuple[dict[str, Any], dict[str, in
     except (ValueError, RecursionError, OverflowError) as error:
         raise ConfigError(f"no valid YAML: {error} ({source or 'the text'})", hint="quote the value") from error
 
-
+# %% ../../nbs/02a_schemas.yamlio.ipynb #read-text
 def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a UTF-8 file; ConfigError names the file if it is missing or no UTF-8."""
     try:
@@ -181,7 +189,7 @@ def _faults(model: type[BaseModel], error: ValidationError, data: Any) -> Iterat
             says = re.sub(r"^(Input|Value error,) ", "", fault["msg"]).replace("should be a valid ", "should be a ")
             yield path, f"{path}{value} {says}" if fault["msg"].startswith("Input") else f"{path}: {says}", ""
 
-
+# %% ../../nbs/02a_schemas.yamlio.ipynb #explain-places
 def _model_at(model: type[BaseModel], loc: Any) -> type[BaseModel] | None:
     """The record type at a place inside `model`, looking through optional fields."""
     for part in loc:
@@ -227,7 +235,7 @@ def validated(model: type[_Record], data: Any, source: str = "", lines: Mapping[
     hint = next((hint for _, _, hint in found if hint), "see the table of fields in the chapter on configuration")
     raise ConfigError("; ".join(sentences), hint=hint)
 
-
+# %% ../../nbs/02a_schemas.yamlio.ipynb #validated-place
 def _place(path: str, source: str, lines: Mapping[str, int]) -> str:
     """` (file, line n)` of a path, or of the nearest thing around it that was written."""
     while path and path not in lines:
