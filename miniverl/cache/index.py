@@ -92,6 +92,7 @@ class IndexState:
     next_number: int
     written: int
     listed: int
+    head: int
     size: int
     shards: dict[int, ShardRecord] = field(default_factory=dict)
     where: dict[str, tuple[int, int, int]] = field(default_factory=dict)
@@ -149,7 +150,7 @@ def _start(line: Mapping[str, Any]) -> IndexState:
     _check_seal(line)
     identity = CacheIdentity.parse(line["identity"], source=INDEX_NAME)
     return IndexState(identity, line["entries_per_shard"], line["next_number"], line["written_before"] + _length(line),
-                  line["listed"], _length(line))
+                  line["listed"], _length(line), _length(line))
 
 # %% ../../nbs/53a_cache.index.ipynb #replay
 def _lines(folder: Path) -> list[dict[str, Any]]:
@@ -217,8 +218,9 @@ class IndexFile:
         self.state.apply(sealed)
 
     def is_mostly_dead(self) -> bool:
-        """Whether dead lines outweigh four kilobytes and the live ones."""
-        return self.state.dead_bytes > max(4096, self.state.size - self.state.dead_bytes)
+        """Whether dead lines outweigh a kilobyte and the live shard lines."""
+        dead, state = self.state.dead_bytes, self.state
+        return dead > max(1024, state.size - state.head - dead)
 
     def rewrite(self, shards: Iterable[ShardRecord], *, written_before: int, next_number: int) -> None:
         """Replace the index by a header and the lines of `shards`."""
