@@ -15,7 +15,7 @@ from .reporting.records import Change, describe_change, load_run, success_change
 from .schemas.config import RunConfig, deep_merge
 
 # %% auto #0
-__all__ = ['DEMO_RECIPE', 'FAST_CHANGES', 'demo_config', 'DemoResult', 'story', 'run_demo']
+__all__ = ['DEMO_RECIPE', 'FAST_CHANGES', 'demo_config', 'scores', 'story', 'DemoResult', 'run_demo']
 
 # %% ../nbs/96_demo.ipynb #recipe
 DEMO_RECIPE = """\
@@ -71,13 +71,30 @@ def demo_config(output: str | Path = "runs/demo", *, fast: bool = False) -> RunC
     return RunConfig.from_mapping(deep_merge(deep_merge(yaml.safe_load(DEMO_RECIPE), changes), place), source="built-in demo")
 
 # %% ../nbs/96_demo.ipynb #story
+def scores(change: Change | None) -> list[list[str]]:
+    """Rows of the demo's closing table: what was measured, when, how it came out."""
+    if change is None:
+        return []
+    points = [("after the cold start" if change.from_cold_start else "before training", change.before), ("after on-policy distillation", change.after)]
+    if change.untrained is not None:
+        points.insert(0, ("untrained", change.untrained))
+    return [[name, f"{100 * p.success:.1f} %", f"{round(p.success * p.tasks)} of {p.tasks} held-out tasks"] for name, p in points]
+
+
+def story(change: Change | None) -> list[str]:
+    """The sentences that the demo ends with."""
+    lines = [describe_change(change)]
+    if change is not None:
+        lines.append("One seed on one machine: this shows that it works here, not how well it works in general.")
+    return lines
+
+# %% ../nbs/96_demo.ipynb #demo-result
 @dataclass(frozen=True)
 class DemoResult:
     """What the demo found: where the run is, and what happened to held-out success."""
 
     run_dir: Path
     change: Change | None
-    sentence: str
     seconds: float | None
     files: tuple[Path, ...] = ()
 
@@ -86,24 +103,15 @@ class DemoResult:
         change = self.change
         return {
             "run_dir": str(self.run_dir),
-            "summary": self.sentence,
+            "summary": story(change)[0],
             "change": change.verb if change else None,
+            "untrained_success": change.untrained.success if change and change.untrained else None,
             "cold_start_success": change.before.success if change else None,
             "final_success": change.after.success if change else None,
             "tasks": change.after.tasks if change else None,
             "seconds": self.seconds,
             "files": [str(path) for path in self.files],
         }
-
-
-def story(change: Change | None) -> list[str]:
-    """The lines that the demo ends with."""
-    lines = [describe_change(change)]
-    if change is not None and change.untrained is not None:
-        lines.insert(0, f"Before any training the student solved {round(change.untrained.success * change.untrained.tasks)} of {change.untrained.tasks} held-out tasks.")
-    if change is not None:
-        lines.append("One seed on one machine: this shows that it works here, not how well it works in general.")
-    return lines
 
 # %% ../nbs/96_demo.ipynb #run-demo
 def run_demo(
@@ -140,4 +148,4 @@ def run_demo(
     run_dir = trainer.run.path
     files = write_report(run_dir) if report else []
     change = success_change(load_run(run_dir))
-    return DemoResult(run_dir, change, " ".join(story(change)), seconds, tuple(files))
+    return DemoResult(run_dir, change, seconds, tuple(files))

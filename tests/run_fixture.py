@@ -26,7 +26,11 @@ def episode(ident: str, *, answer: str = "7", solved: bool = True, system: str =
     pieces = [
         ("system", system, -1),
         ("user", "What is 3 + 4?", -1),
-        ("assistant_tool_call", '<tool_call>\n{"arguments":{"expression":"3 + 4"},"name":"calculator"}\n</tool_call>', 0),
+        (
+            "assistant_tool_call",
+            '<tool_call>\n{"arguments":{"expression":"3 + 4"},"name":"calculator"}\n</tool_call>',
+            0,
+        ),
         ("tool_result", '<tool_result>\n{"ok":true,"result":"7"}\n</tool_result>', 0),
         ("assistant_final", f"<final>\n{answer}\n</final>", 1),
     ]
@@ -34,7 +38,12 @@ def episode(ident: str, *, answer: str = "7", solved: bool = True, system: str =
     for kind, text, turn in pieces:
         spans.append(Span(span_type=kind, start=at, end=at + max(len(text) // 3, 1), turn_id=turn, text=text))
         at = spans[-1].end
-    verdict = {"solved": solved, "predicted": answer, "expected": "7", "failure_category": "solved" if solved else "wrong_answer"}
+    verdict = {
+        "solved": solved,
+        "predicted": answer,
+        "expected": "7",
+        "failure_category": "solved" if solved else "wrong_answer",
+    }
     return Trajectory.parse(
         {
             "trajectory_id": ident,
@@ -42,7 +51,10 @@ def episode(ident: str, *, answer: str = "7", solved: bool = True, system: str =
             "environment": "calculator",
             "token_ids": [1] * at,
             "spans": [span.model_dump() for span in spans],
-            "turns": [{"turn_id": 0, "tool_call": {"call_id": "0", "name": "calculator"}}, {"turn_id": 1, "is_final": True}],
+            "turns": [
+                {"turn_id": 0, "tool_call": {"call_id": "0", "name": "calculator"}},
+                {"turn_id": 1, "is_final": True},
+            ],
             "termination_reason": "final_answer",
             "generated_token_count": sum(s.end - s.start for s in spans if s.is_model),
             "verification": verdict,
@@ -90,7 +102,13 @@ def make_run(folder: Path, name: str = "tiny", *, finished: bool = True) -> RunD
     """Write the run directory `folder/name`."""
     run = RunDir(folder / name)
     run.path.mkdir(parents=True)
-    manifest = {"schema_version": 3, "run_id": name, "mode": "opd", "status": "completed" if finished else "interrupted", "miniverl_version": "0"}
+    manifest = {
+        "schema_version": 3,
+        "run_id": name,
+        "mode": "opd",
+        "status": "completed" if finished else "interrupted",
+        "miniverl_version": "0",
+    }
     run.manifest.write_text(json.dumps(manifest))
     run.config_resolved.write_text(RECIPE)
     metrics = [
@@ -109,6 +127,11 @@ def make_run(folder: Path, name: str = "tiny", *, finished: bool = True) -> RunD
     run.eval_trajectories.write_text("".join(item.to_line() + "\n" for item in episodes))
     run.trajectories.write_text(episode("t3:v0:s7").to_line() + "\n")
     if finished:
-        result = {"global_step": 4, "baseline_eval": metrics[0], "eval": metrics[-1], "phase_seconds": {"wall": {"rollout": 2.0, "eval": 1.0}}}
+        result = {
+            "global_step": 4,
+            "baseline_eval": metrics[0],
+            "eval": metrics[-1],
+            "phase_seconds": {"wall": {"rollout": 2.0, "eval": 1.0}},
+        }
         run.eval.write_text(json.dumps(result))
     return run

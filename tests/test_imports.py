@@ -31,7 +31,9 @@ def run(*words):
 
 def python(code: str, *argv: object) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code, *map(str, argv)], capture_output=True, text=True, env=env, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, argv)], capture_output=True, text=True, env=env, timeout=120
+    )
 
 
 def test_reading_commands_never_import_torch(tmp_path):
@@ -54,7 +56,9 @@ def test_help_is_quick_to_import():
     assert python(code).stdout.strip() == ""
 
 
-@pytest.mark.parametrize("words", [("train", "{}/r.yaml"), ("demo", "--output", "{}/demo"), ("eval", "--run", "{}/runs/tiny")])
+@pytest.mark.parametrize(
+    "words", [("train", "{}/r.yaml"), ("demo", "--output", "{}/demo"), ("eval", "--run", "{}/runs/tiny")]
+)
 def test_training_without_torch_names_the_install_line(tmp_path, words):
     make_run(tmp_path / "runs")
     (tmp_path / "r.yaml").write_text(RECIPE)
@@ -67,11 +71,15 @@ def test_training_without_torch_names_the_install_line(tmp_path, words):
 def test_everything_that_reads_works_without_the_training_extra(tmp_path):
     make_run(tmp_path / "runs")
     (tmp_path / "r.yaml").write_text(RECIPE)
-    code = BLOCK + RUN + (
-        "import os\n"
-        "folder = sys.argv[1]; sys.stdout = open(os.devnull, 'w')\n"
-        "codes = [run('doctor', '--json'), run('validate', folder + '/r.yaml'), run('inspect', folder + '/runs/tiny'), run('report', folder + '/runs/tiny')]\n"
-        "print(codes, file=sys.__stdout__)\n"
+    code = (
+        BLOCK
+        + RUN
+        + (
+            "import os\n"
+            "folder = sys.argv[1]; sys.stdout = open(os.devnull, 'w')\n"
+            "codes = [run('doctor', '--json'), run('validate', folder + '/r.yaml'), run('inspect', folder + '/runs/tiny'), run('report', folder + '/runs/tiny')]\n"
+            "print(codes, file=sys.__stdout__)\n"
+        )
     )
     done = python(code, tmp_path)
     assert done.stdout.strip() == "[0, 0, 0, 0]", done.stderr
@@ -89,12 +97,37 @@ def test_public_names_without_torch():
 
 def test_floors_that_must_not_need_torch():
     """Importing every module of the torch-free floors, one after the other, never loads torch."""
-    free = ["core", "store", "console", "doctor", "cli", "demo", "commands", "schemas", "environments", "selection", "reporting", "cache", "agent/protocol.py", "agent/stats.py"]
+    free = [
+        "core",
+        "store",
+        "console",
+        "doctor",
+        "cli",
+        "demo",
+        "commands",
+        "schemas",
+        "environments",
+        "selection",
+        "reporting",
+        "cache",
+        "agent/protocol.py",
+        "agent/stats.py",
+    ]
     modules = []
     for name in free:
         place = ROOT / "miniverl" / name
-        files = [place] if place.suffix == ".py" else sorted(place.glob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
-        modules += [f"miniverl.{f.relative_to(ROOT / 'miniverl').with_suffix('').as_posix().replace('/', '.')}" for f in files if f.stem != "__init__"]
+        files = (
+            [place]
+            if place.suffix == ".py"
+            else sorted(place.glob("*.py"))
+            if place.is_dir()
+            else [place.with_suffix(".py")]
+        )
+        modules += [
+            f"miniverl.{f.relative_to(ROOT / 'miniverl').with_suffix('').as_posix().replace('/', '.')}"
+            for f in files
+            if f.stem != "__init__"
+        ]
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n    assert 'torch' not in sys.modules, name\nprint(len(sys.argv) - 1)"
     done = python(code, *modules)
     assert done.stdout.strip() == str(len(modules)) and len(modules) > 20, done.stderr

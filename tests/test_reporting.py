@@ -42,7 +42,9 @@ def test_bytes_do_not_depend_on_process_style_or_locale(tmp_path):
     )
     here = hashlib.sha256(repr(sorted(render(load_run(run)).items())).encode()).hexdigest()
     env = {**os.environ, "PYTHONHASHSEED": "77", "LC_ALL": "C", "TZ": "Asia/Tokyo"}
-    there = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, env=env, check=True).stdout.strip()
+    there = subprocess.run(
+        [sys.executable, "-c", code, str(run)], capture_output=True, text=True, env=env, check=True
+    ).stdout.strip()
     assert there == here
 
 
@@ -80,7 +82,11 @@ def test_cold_start_gain_is_not_credited_to_the_method(tmp_path):
 
 def test_foreign_evaluations_stay_off_the_curve(tmp_path):
     records = load_run(make_run(tmp_path).path)
-    foreign = [held_out("standalone", 9, 4), held_out("benchmark-opd", 9, 4), {**held_out("cycle7", 7, 4), "split": "test"}]
+    foreign = [
+        held_out("standalone", 9, 4),
+        held_out("benchmark-opd", 9, 4),
+        {**held_out("cycle7", 7, 4), "split": "test"},
+    ]
     more = RunRecords("r", config=records.config, metrics=[*records.metrics, *foreign])
     assert eval_points(more) == eval_points(records)
 
@@ -125,7 +131,11 @@ def test_examples_show_failures_but_not_only():
 def test_strip_marks_what_the_model_wrote():
     spans = [charts.StripSpan("system", 0, 4), charts.StripSpan("assistant_final", 4, 6)]
     cells = charts.strip_cells(spans)
-    assert cells[4:] == [charts.SPAN_COLOURS["assistant_final"]] * 2 and len(set(cells[:4])) == 1 and cells[0] != charts.SPAN_COLOURS["system"]
+    assert (
+        cells[4:] == [charts.SPAN_COLOURS["assistant_final"]] * 2
+        and len(set(cells[:4])) == 1
+        and cells[0] != charts.SPAN_COLOURS["system"]
+    )
 
 
 def test_palette_stays_apart_for_common_colour_blindness():
@@ -136,7 +146,10 @@ def test_palette_stays_apart_for_common_colour_blindness():
         return [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
 
     def lab(rgb):
-        xyz = [sum(w * c for w, c in zip(row, rgb, strict=True)) for row in ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))]
+        xyz = [
+            sum(w * c for w, c in zip(row, rgb, strict=True))
+            for row in ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+        ]
         f = [v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in (xyz[0] / 0.9505, xyz[1], xyz[2] / 1.089)]
         return 116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])
 
@@ -148,7 +161,10 @@ def test_palette_stays_apart_for_common_colour_blindness():
     }
     solid = [charts.SPAN_COLOURS[kind] for kind in charts.MODEL_SPAN_NAMES]
     for name, matrix in views.items():
-        seen = [lab([min(max(sum(w * c for w, c in zip(row, linear(colour), strict=True)), 0), 1) for row in matrix]) for colour in solid]
+        seen = [
+            lab([min(max(sum(w * c for w, c in zip(row, linear(colour), strict=True)), 0), 1) for row in matrix])
+            for colour in solid
+        ]
         for i, a in enumerate(seen):
             for b in seen[:i]:
                 assert sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) ** 0.5 > 20, name

@@ -12,15 +12,16 @@ import typer
 from ..console import emit_json, say, table
 from ..core import UsageError
 
+# %% auto #0
+__all__ = ['JsonOption', 'cache_app', 'CacheArgument', 'doctor', 'plan', 'print_plan', 'validate', 'inspect_data', 'inspect',
+           'trajectory_file', 'report', 'cache_folder', 'cache_statistics', 'cache_validation']
+
+# %% ../../nbs/97a_commands.read.ipynb #typing-names
 if TYPE_CHECKING:
     from miniverl.schemas.config import RunConfig
     from miniverl.schemas.trajectory import Trajectory
 else:
     RunConfig = Trajectory = Any
-
-# %% auto #0
-__all__ = ['JsonOption', 'cache_app', 'CacheArgument', 'doctor', 'plan', 'print_plan', 'validate', 'inspect_data', 'inspect',
-           'trajectory_file', 'report', 'cache_folder', 'cache_statistics', 'cache_validation']
 
 # %% ../../nbs/97a_commands.read.ipynb #options
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]

@@ -12,14 +12,15 @@ from .read import JsonOption, plan, print_plan
 from ..console import emit_json, note, open_progress, say, table
 from ..core import UsageError, require
 
+# %% auto #0
+__all__ = ['ReportOption', 'OverwriteOption', 'OfflineOption', 'need_training', 'demo', 'check_train_options', 'load_recipe',
+           'dry_run', 'run_training', 'train', 'finish_training', 'evaluate', 'print_evaluation']
+
+# %% ../../nbs/97b_commands.work.ipynb #typing-names
 if TYPE_CHECKING:
     from miniverl.schemas.config import RunConfig
 else:
     RunConfig = Any
-
-# %% auto #0
-__all__ = ['ReportOption', 'OverwriteOption', 'OfflineOption', 'need_training', 'demo', 'check_train_options', 'load_recipe',
-           'dry_run', 'run_training', 'train', 'finish_training', 'evaluate', 'print_evaluation']
 
 # %% ../../nbs/97b_commands.work.ipynb #require
 def need_training() -> None:
@@ -42,14 +43,17 @@ def demo(
 ) -> None:
     """Watch a small student learn to use a calculator, on the CPU."""
     need_training()
-    from miniverl.demo import run_demo
+    from miniverl.demo import run_demo, scores, story
 
     with open_progress() as progress:
         result = run_demo(output, fast=fast, overwrite=overwrite, report=report, on_progress=progress)
     if as_json:
         emit_json(result.to_dict())
         return
-    say(result.sentence)
+    say(table(scores(result.change)))
+    say()
+    for line in story(result.change):
+        say(line)
     if fast:
         say("This was the fast form: it shows that everything runs, its student had no time to learn.")
     say()

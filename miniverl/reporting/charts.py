@@ -10,16 +10,17 @@ from statistics import median
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+# %% auto #0
+__all__ = ['SPAN_COLOURS', 'SPAN_LABELS', 'INK', 'QUIET', 'GRID', 'ACCENT', 'MODEL_SPAN_NAMES', 'PHASE_NAMES', 'STRIP_INCHES',
+           'render_svg', 'EvalPoint', 'tasks_text', 'learning_curve', 'LossSeries', 'running_median', 'loss_curve',
+           'seconds_text', 'phase_bars', 'StripSpan', 'tint', 'strip_cells', 'token_strip']
+
+# %% ../../nbs/76_reporting.charts.ipynb #typing-names
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 else:
     Axes = Figure = Any
-
-# %% auto #0
-__all__ = ['SPAN_COLOURS', 'SPAN_LABELS', 'INK', 'QUIET', 'GRID', 'ACCENT', 'MODEL_SPAN_NAMES', 'PHASE_NAMES', 'STRIP_INCHES',
-           'render_svg', 'EvalPoint', 'tasks_text', 'learning_curve', 'LossSeries', 'running_median', 'loss_curve',
-           'seconds_text', 'phase_bars', 'StripSpan', 'tint', 'strip_cells', 'token_strip']
 
 # %% ../../nbs/76_reporting.charts.ipynb #palette
 SPAN_COLOURS: Mapping[str, str] = MappingProxyType(

@@ -13,14 +13,15 @@ from ..core import UsageError
 from .charts import MODEL_SPAN_NAMES, SPAN_COLOURS, SPAN_LABELS, StripSpan, token_strip
 from ..schemas.trajectory import Trajectory, read_trajectories
 
+# %% auto #0
+__all__ = ['FileSummary', 'summarise', 'outcome', 'pick', 'visible', 'preview', 'span_rows', 'transcript_lines', 'title_line',
+           'transcript_text', 'painted', 'print_transcript', 'strip_spans', 'trajectory_svg']
+
+# %% ../../nbs/76b_reporting.inspect.ipynb #typing-names
 if TYPE_CHECKING:
     from rich.text import Text
 else:
     Text = Any
-
-# %% auto #0
-__all__ = ['FileSummary', 'summarise', 'outcome', 'pick', 'visible', 'preview', 'span_rows', 'transcript_lines', 'title_line',
-           'transcript_text', 'painted', 'print_transcript', 'strip_spans', 'trajectory_svg']
 
 # %% ../../nbs/76b_reporting.inspect.ipynb #summary
 class FileSummary:

@@ -294,8 +294,10 @@ def write_report(path: str | Path, out: str | Path | None = None, *, max_traject
     examples = choose_examples(final_episodes(path), max_trajectories)
     folder = Path(out) if out is not None else Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, text in render(records, examples, max_tokens=max_tokens).items():
+    pages = render(records, examples, max_tokens=max_tokens)
+    for name, text in pages.items():
         write_atomic(folder / name, text)
-        written.append(folder / name)
-    return written
+    for stale in folder.glob("report-tokens-*.svg"):
+        if stale.name not in pages:
+            stale.unlink()
+    return [folder / name for name in pages]
