@@ -52,6 +52,8 @@ train:
 cache: {dtype: float16}
 eval: {temperature: 0.0}
 """
+
+# %% ../nbs/96_demo.ipynb #fast-changes
 FAST_CHANGES = """\
 models:
   student: {toy: {hidden_size: 32, num_layers: 1, intermediate_size: 64}}

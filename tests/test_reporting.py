@@ -16,6 +16,7 @@ from miniverl.reporting import charts
 from miniverl.reporting.inspect import transcript_text
 from miniverl.reporting.pages import choose_examples, render, write_report
 from miniverl.reporting.records import RunRecords, describe_change, eval_points, load_run, success_change
+from miniverl.schemas.trajectory import MODEL_SPANS, SPAN_COLOURS
 
 
 def tree(folder):
@@ -132,9 +133,9 @@ def test_strip_marks_what_the_model_wrote():
     spans = [charts.StripSpan("system", 0, 4), charts.StripSpan("assistant_final", 4, 6)]
     cells = charts.strip_cells(spans)
     assert (
-        cells[4:] == [charts.SPAN_COLOURS["assistant_final"]] * 2
+        cells[4:] == [SPAN_COLOURS["assistant_final"]] * 2
         and len(set(cells[:4])) == 1
-        and cells[0] != charts.SPAN_COLOURS["system"]
+        and cells[0] != SPAN_COLOURS["system"]
     )
 
 
@@ -159,7 +160,7 @@ def test_palette_stays_apart_for_common_colour_blindness():
         "deutan": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
         "tritan": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
     }
-    solid = [charts.SPAN_COLOURS[kind] for kind in charts.MODEL_SPAN_NAMES]
+    solid = [SPAN_COLOURS[kind] for kind in MODEL_SPANS]
     for name, matrix in views.items():
         seen = [
             lab([min(max(sum(w * c for w, c in zip(row, linear(colour), strict=True)), 0), 1) for row in matrix])

@@ -168,7 +168,7 @@ def _keep(items: Any, shown: list[Trajectory], limit: int) -> Any:
             shown.append(item)
         yield item
 
-
+# %% ../../nbs/97a_commands.read.ipynb #trajectory-file
 def trajectory_file(path: Path) -> Path:
     """The trajectory file meant by `path`: itself, or the one inside a run directory."""
     if not path.is_dir():

@@ -10,10 +10,12 @@ from statistics import median
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ..schemas.trajectory import MODEL_SPANS, SPAN_COLOURS, SpanType
+
 # %% auto #0
-__all__ = ['SPAN_COLOURS', 'SPAN_LABELS', 'INK', 'QUIET', 'GRID', 'ACCENT', 'MODEL_SPAN_NAMES', 'PHASE_NAMES', 'STRIP_INCHES',
-           'render_svg', 'EvalPoint', 'tasks_text', 'learning_curve', 'LossSeries', 'running_median', 'loss_curve',
-           'seconds_text', 'phase_bars', 'StripSpan', 'tint', 'strip_cells', 'token_strip']
+__all__ = ['SPAN_LABELS', 'INK', 'QUIET', 'GRID', 'ACCENT', 'PHASE_NAMES', 'STRIP_INCHES', 'render_svg', 'EvalPoint',
+           'tasks_text', 'learning_curve', 'LossSeries', 'running_median', 'loss_curve', 'seconds_text', 'phase_bars',
+           'StripSpan', 'tint', 'strip_cells', 'token_strip']
 
 # %% ../../nbs/76_reporting.charts.ipynb #typing-names
 if TYPE_CHECKING:
@@ -23,16 +25,6 @@ else:
     Axes = Figure = Any
 
 # %% ../../nbs/76_reporting.charts.ipynb #palette
-SPAN_COLOURS: Mapping[str, str] = MappingProxyType(
-    {
-        "system": "#9a9a9a",
-        "user": "#56b4e9",
-        "tool_result": "#e69f00",
-        "assistant_text": "#d55e00",
-        "assistant_tool_call": "#3366cc",
-        "assistant_final": "#009e73",
-    }
-)
 SPAN_LABELS: Mapping[str, str] = MappingProxyType(
     {
         "system": "system",
@@ -45,10 +37,7 @@ SPAN_LABELS: Mapping[str, str] = MappingProxyType(
 )
 INK, QUIET, GRID, ACCENT = "#222222", "#777777", "#dddddd", "#0072b2"
 
-# %% ../../nbs/76_reporting.charts.ipynb #model-spans
-MODEL_SPAN_NAMES = frozenset({"assistant_text", "assistant_tool_call", "assistant_final"})
-
-# %% ../../nbs/76_reporting.charts.ipynb #render
+# %% ../../nbs/76_reporting.charts.ipynb #settings
 def _settings() -> Any:
     from matplotlib import rcParamsDefault
 
@@ -68,7 +57,7 @@ def _settings() -> Any:
     }
     return {**{key: value for key, value in rcParamsDefault.items() if key != "backend"}, **ours}
 
-
+# %% ../../nbs/76_reporting.charts.ipynb #render-svg
 def render_svg(width: float, height: float, paint: Callable[[Figure], None], *, title: str) -> str:
     """Draw one picture and return it as SVG text.
 
@@ -285,12 +274,12 @@ def strip_cells(spans: Sequence[StripSpan], intensity: Mapping[int, float] | Non
     """Fill colour of every token, in order. Given tokens are pale; a model token without an intensity is solid."""
     cells: list[str] = []
     for span in spans:
-        own = span.span_type in MODEL_SPAN_NAMES
+        own = span.span_type in MODEL_SPANS
         for position in range(span.start, span.end):
             amount = 0.30
             if own:
                 amount = 0.25 + 0.75 * min(max(intensity.get(position, 0.0), 0.0), 1.0) if intensity is not None else 1.0
-            cells.append(tint(SPAN_COLOURS[span.span_type], amount))
+            cells.append(tint(SPAN_COLOURS[SpanType(span.span_type)], amount))
     return cells
 
 # %% ../../nbs/76_reporting.charts.ipynb #strip-legend
@@ -304,7 +293,7 @@ def _strip_legend(axes: Axes, spans: Sequence[StripSpan], width: int, row: float
         count = sum(span.end - span.start for span in spans if span.span_type == kind)
         if not count:
             continue
-        own = kind in MODEL_SPAN_NAMES
+        own = kind in MODEL_SPANS
         axes.add_patch(_cells([(x, row)], colour if own else tint(colour, 0.30)))
         axes.text(x + 1.4, row + 0.5, f"{SPAN_LABELS[kind]} {count}", va="center", fontsize=9, fontweight="bold" if own else "normal")
         letters = len(SPAN_LABELS[kind]) + 1 + len(str(count))
@@ -338,7 +327,7 @@ def token_strip(spans: Sequence[StripSpan], intensity: Mapping[int, float] | Non
     height = 0.62 + 0.13 * (lines + 2.2)
 
     def paint(figure: Figure) -> None:
-        trained = sum(span.end - span.start for span in spans if span.span_type in MODEL_SPAN_NAMES)
+        trained = sum(span.end - span.start for span in spans if span.span_type in MODEL_SPANS)
         shade = "solid" if intensity is None else "shaded by value"
         _heading(figure, title, f"{len(cells)} tokens, of which {trained} the model wrote ({shade}) and can be trained on")
         axes = figure.add_axes((0.02, 0.02, 0.96, 1 - 0.62 / height))

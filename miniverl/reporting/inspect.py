@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ..agent.stats import RolloutStats
 from ..core import UsageError
-from .charts import MODEL_SPAN_NAMES, SPAN_COLOURS, SPAN_LABELS, StripSpan, token_strip
-from ..schemas.trajectory import Trajectory, read_trajectories
+from .charts import SPAN_LABELS, StripSpan, token_strip
+from ..schemas.trajectory import MODEL_SPANS, SPAN_COLOURS, SpanType, Trajectory, read_trajectories
 
 # %% auto #0
 __all__ = ['FileSummary', 'summarise', 'outcome', 'pick', 'visible', 'preview', 'span_rows', 'transcript_lines', 'title_line',
@@ -55,7 +55,7 @@ class FileSummary:
             "rollouts": self.stats.to_dict(),
         }
 
-
+# %% ../../nbs/76b_reporting.inspect.ipynb #summarise
 def summarise(trajectories: Iterable[Trajectory]) -> dict[str, Any]:
     """Counts over a set of trajectories as plain data, see `FileSummary`."""
     summary = FileSummary()
@@ -159,8 +159,8 @@ def painted(trajectory: Trajectory, *, limit: int = 12) -> Text:
     out, last = Text(no_wrap=True, overflow="ignore"), None
     for kind, line in transcript_lines(trajectory, limit=limit):
         label = SPAN_LABELS[kind] if kind != last else ""
-        out.append(f"{label:<12} | ", style=SPAN_COLOURS[kind])
-        out.append(line + "\n", style=f"bold {SPAN_COLOURS[kind]}" if kind in MODEL_SPAN_NAMES else "")
+        out.append(f"{label:<12} | ", style=SPAN_COLOURS[SpanType(kind)])
+        out.append(line + "\n", style=f"bold {SPAN_COLOURS[SpanType(kind)]}" if kind in MODEL_SPANS else "")
         last = kind
     return out
 

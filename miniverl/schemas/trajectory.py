@@ -331,12 +331,12 @@ def _check_record(record: Trajectory, masks: Mapping[str, Any]) -> None:
 # %% ../../nbs/03_schemas.trajectory.ipynb #colours
 SPAN_COLOURS: Mapping[SpanType, str] = MappingProxyType(
     {
-        SpanType.SYSTEM: "#d9d9d9",
-        SpanType.USER: "#bcd7f5",
-        SpanType.ASSISTANT_TEXT: "#fde6a8",
-        SpanType.ASSISTANT_TOOL_CALL: "#f9b97a",
-        SpanType.TOOL_RESULT: "#bfe3c0",
-        SpanType.ASSISTANT_FINAL: "#f29a9a",
+        SpanType.SYSTEM: "#9a9a9a",
+        SpanType.USER: "#56b4e9",
+        SpanType.ASSISTANT_TEXT: "#d55e00",
+        SpanType.ASSISTANT_TOOL_CALL: "#3366cc",
+        SpanType.TOOL_RESULT: "#e69f00",
+        SpanType.ASSISTANT_FINAL: "#009e73",
     }
 )
 
@@ -373,7 +373,7 @@ def transcript_svg(trajectory: Trajectory, *, columns: int = 84) -> str:
         rows = _rows(span.text, columns)
         height = line * len(rows)
         colour = SPAN_COLOURS[span.span_type]
-        body.append(f'<rect x="{left - 6}" y="{y}" width="{columns * 7.3 + 12:.0f}" height="{height + 2}" fill="{colour}"/>')
+        body.append(f'<rect x="{left - 6}" y="{y}" width="{columns * 7.3 + 12:.0f}" height="{height + 2}" fill="{colour}" fill-opacity="0.3"/>')
         body.append(f'<text x="6" y="{y + 13}" fill="#555555">{span.span_type}</text>')
         for index, row in enumerate(rows):
             body.append(f'<text x="{left}" y="{y + 13 + line * index}" xml:space="preserve">{escape(row)}</text>')
