@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from miniverl.core import ConfigError, DataError
 from miniverl.losses.bucketed import (
     BucketedTargets,
+    bucket_log_probs,
     bucketed_divergence,
     bucketed_entropy,
     check_bucketed,
@@ -110,6 +111,15 @@ def test_the_tail_matters():
         value = bucketed_divergence(leaf, targets, LossSpec(divergence=name))
         (g,) = torch.autograd.grad(value.sum(), leaf)
         assert value > 0.05 and g[0, 0] < 0 and (g[0, 1:] > 0).all()
+
+
+def test_a_floor_is_paid_for_by_renormalising():
+    """Floored at 0.1, a tail of zero becomes 0.1 / 1.1: both sides stay distributions, so the divergence stays one."""
+    kept, nothing = torch.tensor([[0.75, 0.25]], dtype=torch.float64).log(), torch.tensor([-math.inf], dtype=torch.float64)
+    floored = bucket_log_probs(kept, nothing, torch.tensor([False]), 0.1).exp()
+    torch.testing.assert_close(floored, torch.tensor([[0.75, 0.25, 0.1]], dtype=torch.float64) / 1.1)
+    absent = bucket_log_probs(kept, nothing, torch.tensor([True]), 0.1).exp()
+    torch.testing.assert_close(absent, torch.tensor([[0.75, 0.25, 0.0]], dtype=torch.float64), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -69,6 +69,8 @@ def test_equals_dense(kind, name, temperature, nll_weight):
 @given(st.sampled_from(KINDS), st.sampled_from(NAMES), st.integers(1, 12), st.integers(2, 30), st.integers(1, 14), st.integers(0, 999),
        st.sampled_from([0.5, 1.0, 3.0]), st.sampled_from([0.0, 0.5]), st.booleans(), st.sampled_from([0.3, 1.0, 6.0]))
 def test_equals_dense_anywhere(kind, name, rows, vocab, chunk_size, seed, temperature, nll_weight, bias, scale):
+    # A student tail of 1e-12 has four correct digits in float64 by either road, so small tails are compared elsewhere.
+    scale = min(scale, 0.4) if kind == "bucketed" else scale
     spec = LossSpec(divergence=name, temperature=temperature, nll_weight=nll_weight)
     leaves, options = problem(kind, spec, rows=rows, vocab=vocab, k=1 + seed % vocab, seed=seed, bias=bias, scale=scale)
     assert_same(run(chunked_loss, leaves, chunk_size=chunk_size, **options), run(dense_loss, leaves, **options), rtol=1e-8, atol=1e-11)
@@ -289,3 +291,31 @@ def test_bucketed_writes_the_vocabulary_once():
     with Owners():
         chunked_loss(*leaves, chunk_size=16, **options).loss.backward()
     assert len(owners) == 1
+
+
+@pytest.mark.parametrize(("kind", "temperature"), [("exact", 1.0), ("exact", 2.0), ("bucketed", 2.0), ("nll", 1.0)])
+def test_many_blocks_of_rows(kind, temperature):
+    """A vocabulary so wide that one chunk is walked in several blocks of rows."""
+    leaves, options = problem(kind, LossSpec(temperature=temperature), rows=7, vocab=100_000, width=2)
+    want = run(dense_loss, leaves, **options)
+    for chunk_size in (3, 7):
+        assert_same(run(chunked_loss, leaves, chunk_size=chunk_size, **options), want, rtol=1e-8, atol=1e-12)
+
+
+def test_nothing_is_differentiated_without_need():
+    """Evaluating a loss costs one product a chunk; the second product belongs to the gradient."""
+
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += "mm" in function.name()
+            return function(*args, **(kwargs or {}))
+
+    leaves, options = problem("bucketed")
+    with torch.no_grad(), Products() as seen:
+        chunked_loss(*leaves, chunk_size=10, **options)
+    assert seen.count == 4
+    with Products() as seen:
+        chunked_loss(leaves[0], leaves[1].detach(), leaves[2].detach(), chunk_size=10, **options)
+    assert seen.count == 8
