@@ -126,7 +126,8 @@ def info_text(info: Mapping[str, Any] | str | None) -> str:
         return ""
     if isinstance(info, str):
         return _fold(info)
-    return "  ".join(f"{key.replace('_', ' ')} {_number(key, value)}" for key, value in info.items() if value is not None)
+    shown = {key: value for key, value in info.items() if value is not None and key != "phase"}
+    return "  ".join(f"{key.replace('_', ' ')} {_number(key, value)}" for key, value in shown.items())
 
 
 def _number(key: str, value: Any) -> str:
@@ -183,26 +184,32 @@ class LineProgress:
         parts = [f"{name} {done}/{total}" if total else name, f"{left} left" if left else "", info_text(info)]
         print("  ".join(part for part in parts if part), file=self.stream, flush=True)
 
+# %% ../nbs/95_console.ipynb #bar-columns
+def _bars(stream: TextIO) -> Any:
+    """A rich progress display whose last column, the numbers, gives way when the terminal is narrow."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
+
+    return Progress(
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, min_width=13)),
+        BarColumn(bar_width=16, table_column=Column(no_wrap=True, min_width=16)),
+        MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=7)),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True, table_column=Column(no_wrap=True, min_width=5)),
+        TextColumn("{task.fields[info]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+        console=Console(file=stream, highlight=False),
+        transient=True,
+        expand=True,
+    )
+
 # %% ../nbs/95_console.ipynb #bar-progress
 class BarProgress:
     """One bar per phase with an estimate of the time left, drawn on a terminal by rich."""
 
     def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
         self._tasks: dict[str, Any] = {}
         self._last_done: dict[str, int] = {}
-        self._bars = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=28),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[info]}", markup=False),
-            console=Console(file=stream, highlight=False),
-            transient=True,
-        )
+        self._bars = _bars(stream)
 
     def __enter__(self) -> Self:
         self._bars.start()

@@ -237,3 +237,34 @@ def test_fast_demo_runs_and_says_what_happened(tmp_path):
     assert RunDir(tmp_path / "demo").report_md.is_file() and RunDir(tmp_path / "demo").report_svg.is_file()
     code, out, err = run("demo", "--fast", "--output", tmp_path / "demo")
     assert code == 1 and len(err.splitlines()) == 2 and "exists" in err
+
+
+def test_an_interrupted_training_says_so_and_can_be_continued(tmp_path, monkeypatch):
+    import miniverl.training.trainer as trainer
+
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    played = []
+
+    class Interrupted(trainer.Cycle):
+        def __call__(self, cycle):
+            played.append(cycle)
+            if cycle == 1:
+                raise KeyboardInterrupt
+            return super().__call__(cycle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "Cycle", Interrupted)
+        code, out, err = run("train", tmp_path / "tiny.yaml", "--output", tmp_path, "--run-id", "r")
+    lines = [line for line in err.splitlines() if line.startswith(("error:", "hint:"))]
+    assert (
+        code == 1
+        and out == ""
+        and lines[0] == "error: interrupted"
+        and "--resume" in lines[1]
+        and played == [-2, -1, 0, 1]
+    )
+    made = RunDir(tmp_path / "r")
+    assert json.loads(made.manifest.read_text())["status"] == "interrupted"
+    assert "not complete: its status is `interrupted`" in (run("report", made.path) and made.report_md.read_text())
+    code, out, err = run("train", "--resume", made.path, "--json")
+    assert code == 0 and loads_strict(out)["result"]["global_step"] == 4 and "continues at cycle 1" in err
