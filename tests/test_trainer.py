@@ -113,7 +113,7 @@ def test_the_order_of_a_run(runs):
     config = tiny(runs, "order", train={"eval_every_cycles": 1, "save_every_cycles": 2})
     result, run = trained(config, on_progress=lambda phase, done, total, info: seen.append((phase, done, total)))
     events = [e["event"] for e in read_journal(run.events)]
-    assert events[:3] == ["run_start", "toy_teacher_fitted", "eval"] and events[-3:] == ["eval", "checkpoint_saved", "run_end"]
+    assert events[:4] == ["run_start", "toy_teacher_fitted", "oracle_traces_not_logged", "eval"] and events[-3:] == ["eval", "checkpoint_saved", "run_end"]
     tags = [r["tag"] for r in read_journal(run.metrics) if r["phase"] == "eval"]
     assert tags == ["baseline", "cold-start", "cycle1", "cycle2", "final"]
     assert [e["tag"] for e in result.eval_history] == tags[1:-1]

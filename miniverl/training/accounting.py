@@ -199,9 +199,7 @@ class RunLog:
         self._open: dict[str, Journal] = {}
 
     def _journal(self, name: str) -> Journal:
-        if name not in self._open:
-            self._open[name] = Journal(getattr(self._run, name))
-        return self._open[name]
+        return self._open[name] if name in self._open else self._open.setdefault(name, Journal(getattr(self._run, name)))
 
     def metric(self, record: Mapping[str, Any]) -> None:
         """Append a record made by `metric_record`."""
@@ -213,9 +211,8 @@ class RunLog:
 
     def trajectories(self, records: Iterable[Trajectory], *, evaluation: bool = False) -> None:
         """Append episodes to the training or the evaluation journal."""
-        journal = self._journal("eval_trajectories" if evaluation else "trajectories")
         for record in records:
-            journal.append({"schema_version": 1, **record.model_dump(mode="json", exclude_defaults=True)})
+            self._journal("eval_trajectories" if evaluation else "trajectories").append({"schema_version": 1, **record.model_dump(mode="json", exclude_defaults=True)})
 
     def positions(self) -> dict[str, int]:
         """Synced length of every journal in bytes."""

@@ -29,9 +29,9 @@ from .update import Sample, StepOutcome, take_step
 from ..utils.gpu import reset_peak, snapshot
 
 # %% auto #0
-__all__ = ['Progress', 'Counters', 'no_progress', 'RunContext', 'Collect', 'Score', 'check_freshness', 'Update', 'step_record',
-           'Evaluate', 'success_by_difficulty', 'eval_payload', 'Sources', 'Cycle', 'cycle_record',
-           'make_offline_dataset']
+__all__ = ['Progress', 'Counters', 'no_progress', 'RunContext', 'phase_name', 'keeps_teacher_hidden', 'Collect', 'Score',
+           'check_freshness', 'allowed_age', 'Update', 'step_record', 'Evaluate', 'success_by_difficulty',
+           'eval_payload', 'Sources', 'Cycle', 'cycle_record', 'make_offline_dataset']
 
 # %% ../../nbs/65_training.phases.ipynb #counters
 @dataclass
@@ -44,14 +44,14 @@ class Counters:
     rollout_policy_version: int = 0
     rollout_iteration: int = 0
 
-# %% ../../nbs/65_training.phases.ipynb #context
+# %% ../../nbs/65_training.phases.ipynb #progress
 Progress = Callable[[str, int, int, Mapping[str, Any]], None]
 
 
 def no_progress(phase: str, done: int, total: int, info: Mapping[str, Any]) -> None:
     """The progress callback of a caller who does not want to watch."""
 
-
+# %% ../../nbs/65_training.phases.ipynb #context
 @dataclass
 class RunContext:
     """What the phases of one run share."""
@@ -78,13 +78,14 @@ class RunContext:
         """A player of episodes with the student as it is now."""
         return RolloutRunner(self.student, self.environment, self.config.rollout)
 
-    def phase_name(self, cycle: int) -> str:
-        """`sft_warmup` for the negative cycles, then the mode of the run."""
-        return "sft_warmup" if cycle < 0 else str(self.config.run.mode)
+def phase_name(config: RunConfig, cycle: int) -> str:
+    """`sft_warmup` for the negative cycles, then the mode of the run."""
+    return "sft_warmup" if cycle < 0 else str(config.run.mode)
 
-    def keeps_teacher_hidden(self) -> bool:
-        """Exact distillation on-policy: the teacher stays and nothing is stored."""
-        return self.config.run.mode == "opd" and self.config.loss.mode == "exact_full_vocab"
+
+def keeps_teacher_hidden(config: RunConfig) -> bool:
+    """Exact distillation on-policy: the teacher's hidden states stay in memory and nothing is stored."""
+    return config.run.mode == "opd" and config.loss.mode == "exact_full_vocab"
 
 # %% ../../nbs/65_training.phases.ipynb #collect
 class Collect:
@@ -136,11 +137,12 @@ class Score:
             ctx.teacher.eval()
             played, chosen = [s.trajectory for s in samples], [s.selection for s in samples]
             batch = ctx.guard.rows
-            if ctx.keeps_teacher_hidden():
+            if keeps_teacher_hidden(ctx.config):
                 states = teacher_hidden(ctx.teacher, played, chosen, batch_size=batch)
                 return [replace(s, teacher_hidden=h) for s, h in zip(samples, states, strict=True)]
             top_k = effective_top_k(ctx.config, ctx.teacher.vocab_size)
-            targets = score_trajectories(ctx.teacher, played, chosen, top_k=top_k, temperature=ctx.config.loss.temperature, batch_size=batch)
+            targets = score_trajectories(ctx.teacher, played, chosen, top_k=top_k, temperature=ctx.config.loss.temperature,
+                                         batch_size=batch, chunk_size=ctx.guard.chunk_size)
             return self._store(samples, targets, version)
 
     def _store(self, samples: Sequence[Sample], targets: Sequence[Any], version: int | None) -> list[Sample]:
@@ -170,6 +172,12 @@ def check_freshness(samples: Sequence[Sample], *, version: int, allowed_lag: int
         worst = max(worst, lag)
     return worst
 
+
+def allowed_age(ctx: RunContext, group: Sequence[Sample]) -> int:
+    """The lag of a group, checked against what the recipe's freshness allows."""
+    strict = ctx.config.train.opd_freshness == "strict"
+    return check_freshness(group, version=ctx.counters.parameter_version, allowed_lag=0 if strict else ctx.config.steps_per_cycle)
+
 # %% ../../nbs/65_training.phases.ipynb #update
 class Update:
     """Turns scored samples into optimizer steps and their records; its time is the phase `update`."""
@@ -180,24 +188,18 @@ class Update:
 
     def __call__(self, samples: Sequence[Sample], phase: str) -> list[StepOutcome]:
         """One step for each group, in order."""
-        ctx, size = self.context, self.context.config.train.gradient_accumulation_steps
-        groups = [samples[start : start + size] for start in range(0, len(samples), size)]
+        ctx, train = self.context, self.context.config.train
+        groups = [samples[start : start + train.gradient_accumulation_steps] for start in range(0, len(samples), train.gradient_accumulation_steps)]
         outcomes = []
         for number, group in enumerate(groups):
             before = ctx.clock.wall_seconds["update"]
             with ctx.clock.measure("update"):
-                lag = self._lag(group, phase)
+                lag = allowed_age(ctx, group) if phase == "opd" else None
                 outcomes.append(self._step(group))
-            self._record(outcomes[-1], phase, lag, ctx.clock.wall_seconds["update"] - before)
+            if ctx.counters.global_step % train.log_every_steps == 0:
+                ctx.log.metric(step_record(ctx, outcomes[-1], phase, lag, ctx.clock.wall_seconds["update"] - before))
             ctx.progress("update", number + 1, len(groups), {"loss": outcomes[-1].loss, "step": ctx.counters.global_step})
         return outcomes
-
-    def _lag(self, group: Sequence[Sample], phase: str) -> int | None:
-        if phase != "opd":
-            return None
-        config = self.context.config
-        strict = config.train.opd_freshness == "strict"
-        return check_freshness(group, version=self.context.counters.parameter_version, allowed_lag=0 if strict else config.steps_per_cycle)
 
     def _step(self, group: Sequence[Sample]) -> StepOutcome:
         ctx, train = self.context, self.context.config.train
@@ -210,10 +212,6 @@ class Update:
         ctx.counters.global_step += 1
         ctx.counters.parameter_version += 1
         return outcome
-
-    def _record(self, outcome: StepOutcome, phase: str, lag: int | None, seconds: float) -> None:
-        if self.context.counters.global_step % self.context.config.train.log_every_steps == 0:
-            self.context.log.metric(step_record(self.context, outcome, phase, lag, seconds))
 
 # %% ../../nbs/65_training.phases.ipynb #step-record
 def step_record(ctx: RunContext, outcome: StepOutcome, phase: str, lag: int | None, seconds: float) -> dict[str, Any]:
@@ -326,7 +324,7 @@ class Cycle:
 
     def __call__(self, cycle: int) -> dict[str, Any]:
         """Run cycle number `cycle` (negative: warm-up) and return its record."""
-        ctx, phase = self.context, self.context.phase_name(cycle)
+        ctx, phase = self.context, phase_name(self.context.config, cycle)
         ctx.counters.cycle, before = cycle, dict(ctx.clock.wall_seconds)
         if ctx.config.memory.reset_peak_stats_each_cycle:
             reset_peak()

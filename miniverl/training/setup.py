@@ -14,25 +14,26 @@ from typing import Any
 import torch
 
 from ..cache.store import TeacherCache
-from ..core import BackendError, ConfigError, canonical_json
+from ..core import BackendError, ConfigError, StoreError, canonical_json, read_json
 from ..environments.base import Environment, TaskSplits, make_environment, make_splits
 from ..models.backend import Backend
 from ..models.loading import load_backend, resolve_device
 from ..schemas.cache import CacheIdentity
 from ..schemas.config import RunConfig, deep_merge
-from ..store import RunDir, publish_dir
+from ..store import RunDir, new_run_id, publish_dir, safe_name
 from ..teachers.toy import fit_toy_teacher
 from .accounting import PhaseClock, RunLog, clock_state, restore_clock, restore_totals, totals_state
 from .manifest import effective_top_k, environment_record, start_manifest
 from .memory import MemoryGuard
 from .offline import TaskCursor
 from .optim import AdamW, build_optimizer
-from .phases import Counters, Progress, RunContext
+from .phases import Counters, Progress, RunContext, keeps_teacher_hidden
 
 # %% auto #0
-__all__ = ['TOY_TEACHERS', 'check_supported', 'chosen_threads', 'torch_settings', 'Parts', 'needs_teacher', 'build_parts',
-           'check_pair', 'resolved_config', 'models_record', 'make_run_directory', 'new_context', 'prepare_teacher',
-           'open_cache', 'cache_folder', 'run_state', 'restore_state', 'drop_folder']
+__all__ = ['TOY_TEACHERS', 'check_supported', 'check_stored_vocabulary', 'place_of_run', 'recorded_recipe', 'chosen_threads',
+           'torch_settings', 'Parts', 'needs_teacher', 'build_parts', 'check_pair', 'resolved_config', 'models_record',
+           'make_run_directory', 'new_context', 'prepare_teacher', 'open_cache', 'cache_folder', 'run_state',
+           'restore_state', 'drop_folder']
 
 # %% ../../nbs/65b_training.setup.ipynb #check-supported
 def check_supported(config: RunConfig) -> None:
@@ -41,10 +42,50 @@ def check_supported(config: RunConfig) -> None:
         raise ConfigError("memory.strategy = 'swap' is not built yet", hint="use memory.strategy: resident; both models must fit the device")
     if config.models.teacher.mode == "privileged_context" and config.run.mode != "sft":
         raise ConfigError("models.teacher.mode = 'privileged_context' is not built yet", hint="use models.teacher.mode: standard")
-    vocab_bound = config.loss.exact_max_vocab
-    if config.run.mode == "offline_kd" and config.loss.mode == "exact_full_vocab" and config.models.backend == "hf" and not config.loss.allow_large_exact:
-        raise ConfigError(f"offline distillation with exact_full_vocab stores the whole vocabulary at every position; the bound is {vocab_bound}",
+
+
+def check_stored_vocabulary(config: RunConfig, vocab_size: int) -> None:
+    """Raise ConfigError if an offline run would store a distribution over a very large vocabulary at every position."""
+    loss = config.loss
+    if config.run.mode == "offline_kd" and loss.mode == "exact_full_vocab" and vocab_size > loss.exact_max_vocab and not loss.allow_large_exact:
+        raise ConfigError(f"loss.mode = 'exact_full_vocab' would store {vocab_size} numbers at every position; loss.exact_max_vocab is {loss.exact_max_vocab}",
                           hint="use loss.mode: bucketed_topk_tail, or set loss.allow_large_exact: true")
+
+# %% ../../nbs/65b_training.setup.ipynb #place
+def place_of_run(config: RunConfig | None, run_dir: str | Path | None, *, resume: bool, overwrite: bool) -> RunDir:
+    """The run directory that is meant; StoreError if it is missing, or there and not to be replaced."""
+    if run_dir is None and config is None:
+        raise ConfigError("a trainer needs a recipe or a run directory", hint="pass config, or use OPDTrainer.resume(run_dir)")
+    if run_dir is None and config is not None:
+        run_dir = Path(config.run.output_dir) / safe_name(config.run.run_id or new_run_id(config.run.name))
+    run = RunDir(Path(str(run_dir)))
+    if resume:
+        return RunDir.open(run.path)
+    if config is None:
+        raise ConfigError(f"no recipe for a new run in {run.path}", hint="pass config, or use OPDTrainer.resume(run_dir)")
+    if run.path.exists() and not (overwrite and run.is_run()):
+        raise StoreError(f"{run.path} exists already", hint="resume it, overwrite it, or choose another run id")
+    return run
+
+# %% ../../nbs/65b_training.setup.ipynb #recorded-recipe
+def _leaves(data: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(data, dict):
+        return {path: data}
+    return {k: v for key, value in data.items() for k, v in _leaves(value, f"{path}.{key}" if path else key).items()}
+
+
+def recorded_recipe(run: RunDir, given: RunConfig | None) -> RunConfig:
+    """The recipe of an existing run; ConfigError if the file was edited or another recipe is given along."""
+    own = RunConfig.from_yaml(run.config_original)
+    if own.digest != read_json(run.manifest_start)["config_digests"]["original"]:
+        raise ConfigError(f"{run.config_original} is not the recipe that this run was started with", hint="restore the file, or start a new run")
+    if given is not None:
+        mine, theirs = _leaves(own.to_mapping()), _leaves(given.to_mapping())
+        places = ("run.run_id", "run.output_dir")
+        if odd := sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k) and k not in places):
+            raise ConfigError(f"the recipe differs from that of {run.path}: {', '.join(odd[:5])}",
+                              hint="resume with the original recipe, or start a new run")
+    return own
 
 # %% ../../nbs/65b_training.setup.ipynb #torch-settings
 def chosen_threads(config: RunConfig) -> int | None:
@@ -56,21 +97,22 @@ def chosen_threads(config: RunConfig) -> int | None:
 def torch_settings(config: RunConfig, device: torch.device) -> Iterator[None]:
     """Threads and determinism of a run, restored at the end."""
     threads, wanted = torch.get_num_threads(), chosen_threads(config)
-    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filling = torch.utils.deterministic.fill_uninitialized_memory
+    strictness = torch.get_deterministic_debug_mode()
+    memory: Any = torch.utils.deterministic
+    filling = memory.fill_uninitialized_memory
     if wanted is not None:
         torch.set_num_threads(wanted)
     if config.run.deterministic:
         if device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.set_deterministic_debug_mode("warn" if device.type == "cuda" else "error")
+        memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(was[0], warn_only=was[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filling
+        torch.set_deterministic_debug_mode(strictness)
+        memory.fill_uninitialized_memory = filling
 
 # %% ../../nbs/65b_training.setup.ipynb #parts
 @dataclass
@@ -106,6 +148,7 @@ def build_parts(config: RunConfig, *, offline: bool = False) -> Parts:
     if config.eval.enabled:
         splits.get(config.eval.split)
     student = load_backend(config.models, "student", seed=config.run.seed, offline=offline)
+    check_stored_vocabulary(config, student.vocab_size)
     optimizer = build_optimizer(student.trainable_parameters(), config.train)
     parts = Parts(config, device, environment, splits, student, optimizer)
     if config.models.backend != "toy" and needs_teacher(config):
@@ -220,7 +263,7 @@ def prepare_teacher(ctx: RunContext, output_dir: Path) -> dict[str, Any]:
 # %% ../../nbs/65b_training.setup.ipynb #open-cache
 def open_cache(ctx: RunContext, run: RunDir, teacher: Mapping[str, Any]) -> None:
     """Open or create the teacher cache of the run, unless the mode stores nothing."""
-    if ctx.teacher is None or ctx.keeps_teacher_hidden():
+    if ctx.teacher is None or keeps_teacher_hidden(ctx.config):
         return
     section, tokenizer = ctx.config.cache, ctx.teacher.tokenizer
     identity = CacheIdentity(

@@ -14,10 +14,10 @@ from typing import Any, Self
 
 import torch
 
-from ..core import ConfigError, MiniVerlError, StoreError, TrainingError, canonical_json, read_json, utc_now
+from ..core import MiniVerlError, TrainingError, canonical_json, utc_now
 from ..models.backend import Backend
 from ..schemas.config import RunConfig
-from ..store import RunDir, new_run_id, remove_temps, run_lock, safe_name, write_atomic
+from ..store import RunDir, remove_temps, run_lock, write_atomic
 from .checkpoints import FINAL, ROLLING, Checkpoint, decode_rng, latest_checkpoint, load_checkpoint
 from .checkpoints import recover_checkpoints, save_checkpoint, step_name
 from .manifest import observed_status
@@ -25,9 +25,10 @@ from .memory import capture_rng, restore_rng, seed_everything
 from .offline import load_dataset
 from .optim import AdamW
 from .phases import Cycle, Evaluate, Progress, RunContext, make_offline_dataset, no_progress
+from .phases import phase_name
 from .result import Book, TrainResult, closing_entries, result_of, update_manifest
-from .setup import build_parts, cache_folder, drop_folder, make_run_directory, needs_teacher, new_context
-from .setup import open_cache, prepare_teacher, restore_state, run_state, torch_settings
+from .setup import build_parts, cache_folder, drop_folder, make_run_directory, needs_teacher, new_context, open_cache
+from .setup import place_of_run, prepare_teacher, recorded_recipe, restore_state, run_state, torch_settings
 
 # %% auto #0
 __all__ = ['ROLLING_PER_RUN', 'OPDTrainer']
@@ -91,34 +92,20 @@ class _Training(_Saving):
     def play(self) -> Checkpoint:
         """Everything from the baseline to the final checkpoint."""
         ctx, config, book, cycle = self.ctx, self.ctx.config, self.book, Cycle(self.ctx)
+        if ctx.counters.global_step == 0 and (config.train.sft_warmup_cycles or config.run.mode == "sft"):
+            ctx.log.event("oracle_traces_not_logged", reason="they follow from task, environment version and tokenizer")
         if config.eval.enabled and book.baseline_eval is None:
             book.baseline_eval = self.evaluate(tag="baseline")
         while ctx.counters.cycle < config.train.cycles:
-            if ctx.phase_name(ctx.counters.cycle) == "offline_kd" and ctx.dataset is None:
+            if phase_name(config, ctx.counters.cycle) == "offline_kd" and ctx.dataset is None:
                 ctx.dataset = make_offline_dataset(ctx, self.run.offline_dataset)
             self.after(cycle(ctx.counters.cycle))
         if config.eval.enabled and book.final_eval is None:
             book.final_eval = self.evaluate(tag="final")
-        return self.save(FINAL)
-
-# %% ../../nbs/66_training.trainer.ipynb #same-recipe
-def _leaves(data: Any, path: str = "") -> dict[str, Any]:
-    if not isinstance(data, dict):
-        return {path: data}
-    return {k: v for key, value in data.items() for k, v in _leaves(value, f"{path}.{key}" if path else key).items()}
-
-
-def _recorded_config(run: RunDir, given: RunConfig | None) -> RunConfig:
-    """The recipe of an existing run; ConfigError if the file was edited or another recipe is given along."""
-    own = RunConfig.from_yaml(run.config_original)
-    if own.digest != read_json(run.manifest_start)["config_digests"]["original"]:
-        raise ConfigError(f"{run.config_original} is not the recipe that this run was started with", hint="restore the file, or start a new run")
-    if given is not None:
-        mine, theirs = _leaves(own.to_mapping()), _leaves(given.to_mapping())
-        places = ("run.run_id", "run.output_dir")
-        if odd := sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k) and k not in places):
-            raise ConfigError(f"the recipe differs from that of {run.path}: {', '.join(odd[:5])}", hint="resume with the original recipe, or start a new run")
-    return own
+        final = self.save(FINAL)
+        if config.run.mode == "opd" and ctx.cache is not None:
+            ctx.cache.prune(config.cache.keep_cycles)
+        return final
 
 # %% ../../nbs/66_training.trainer.ipynb #opened
 class _Opened:
@@ -137,14 +124,18 @@ class _Opened:
         self._progress, self._held = on_progress or no_progress, ExitStack()
         self._busy, self._doing, self._closed, self._used = threading.Lock(), "", False, False
 
-    def start(self, submitted: bytes | None, overwrite: bool) -> None:
+    def _begin(self, submitted: bytes | None, overwrite: bool) -> None:
         """Publish the directory of a new run."""
         make_run_directory(self.parts, self.run, submitted=submitted, overwrite=overwrite)
         drop_folder(cache_folder(self.config, self.run))
         self.context = new_context(self.parts, self.run, self._progress)
 
-    def continue_(self, status: str) -> None:
-        """Find out where an existing run stands and put the context there."""
+# %% ../../nbs/66_training.trainer.ipynb #continued
+class _Continued(_Opened):
+    """Finding out where an existing run stands."""
+
+    def _continue(self, status: str) -> None:
+        """Put the context to the latest checkpoint, or to the beginning if there is none."""
         run, complete = self.run, status == "completed" and self.run.eval.exists()
         if not complete:
             remove_temps(run.path)
@@ -164,9 +155,9 @@ class _Opened:
             self.result = TrainResult.read(run.eval)
             self.notice = f"{run.path.name} is complete ({self.found.global_step} optimizer steps); nothing was changed"
 
-# %% ../../nbs/66_training.trainer.ipynb #lifecycle
-class _Lifecycle(_Opened):
-    """Exclusion of operations, and the end."""
+# %% ../../nbs/66_training.trainer.ipynb #exclusive
+class _Exclusive(_Continued):
+    """Exclusion of operations, and a view on what is held."""
 
     @contextmanager
     def _operation(self, name: str) -> Iterator[None]:
@@ -174,15 +165,38 @@ class _Lifecycle(_Opened):
         if not self._busy.acquire(blocking=False):
             raise TrainingError(f"{name} was called while {self._doing} is running", hint="a trainer does one thing at a time")
         try:
-            if self._closed:
-                raise TrainingError(f"{name} was called on a closed trainer", hint="open the run again")
+            self._live()
             self._doing = name
             yield
         finally:
             self._busy.release()
 
+    def _live(self) -> RunContext:
+        if self._closed:
+            raise TrainingError("the trainer is closed", hint="open the run again")
+        return self.context
+
+    @property
+    def student(self) -> Backend:
+        """The model that is trained."""
+        return self._live().student
+
+    @property
+    def optimizer(self) -> AdamW:
+        """Its optimizer."""
+        return self._live().optimizer
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the run starts from its beginning; only then may other weights be put under it."""
+        return self.found is None and not self._used
+
+# %% ../../nbs/66_training.trainer.ipynb #closing
+class _Closing(_Exclusive):
+    """The end of a trainer."""
+
     def close(self) -> None:
-        """Give everything back; closing twice is harmless. A run that never trained is recorded as such."""
+        """Give everything back; closing twice is harmless."""
         if self._closed:
             return
         with self._operation("close"):
@@ -211,8 +225,41 @@ class _Lifecycle(_Opened):
                 raise
             error.add_note(f"closing the trainer failed too: {second}")
 
+# %% ../../nbs/66_training.trainer.ipynb #running
+class _Running(_Closing):
+    """What happens in `train()`, and what is said when it ends badly."""
+
+    def _train(self) -> TrainResult:
+        ctx, found = self.context, self.found
+        self.book.started = time.perf_counter()
+        training = _Training(ctx, self.run, self.book, self.rolling_every)
+        seed_everything(self.config.run.seed)
+        ctx.log.event("resumed" if found else "run_start", step=ctx.counters.global_step, cycle=ctx.counters.cycle, mode=str(self.config.run.mode),
+                      objective=self.config.objective_name)
+        training.prepare(found)
+        if found is not None:
+            restore_rng(decode_rng(found.state["rng"]))
+        final = found if found is not None and found.path.name == FINAL else training.play()
+        result = result_of(ctx, self.book, self.run.path.name, final)
+        ctx.log.event("run_end", step=result.global_step, cycles=result.cycles_completed)
+        ctx.log.positions()
+        write_atomic(self.run.eval, canonical_json(result.to_dict()))
+        drop_folder(self.run.checkpoints / ROLLING)
+        update_manifest(self.run, **closing_entries(ctx, result))
+        return result
+
+    def _ended_badly(self, error: BaseException) -> None:
+        """Say in manifest and events how it ended; if even that fails, the first error still is the one that is raised."""
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        told = f"{type(error).__name__}: {error}"
+        try:
+            self.context.log.event(f"run_{status}", error=told)
+            update_manifest(self.run, status=status, finished_at=utc_now(), error=told)
+        except (MiniVerlError, OSError) as second:
+            error.add_note(f"the manifest could not be updated either: {second}")
+
 # %% ../../nbs/66_training.trainer.ipynb #train-once
-class _TrainOnce(_Lifecycle):
+class _TrainOnce(_Running):
     """The outside of `train()`."""
 
     def train(self) -> TrainResult:
@@ -241,57 +288,9 @@ class _TrainOnce(_Lifecycle):
                 restore_rng(outer)
             return self.result
 
-    def _ended_badly(self, error: BaseException) -> None:
-        """Say in manifest and events how it ended; if even that fails, the first error still is the one that is raised."""
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        told = f"{type(error).__name__}: {error}"
-        try:
-            self.context.log.event(f"run_{status}", error=told)
-            update_manifest(self.run, status=status, finished_at=utc_now(), error=told)
-        except (MiniVerlError, OSError) as second:
-            error.add_note(f"the manifest could not be updated either: {second}")
-
-    def _train(self) -> TrainResult:
-        ctx, found = self.context, self.found
-        self.book.started = time.perf_counter()
-        training = _Training(ctx, self.run, self.book, self.rolling_every)
-        seed_everything(self.config.run.seed)
-        ctx.log.event("resumed" if found else "run_start", step=ctx.counters.global_step, cycle=ctx.counters.cycle, mode=str(self.config.run.mode))
-        training.prepare(found)
-        if found is not None:
-            restore_rng(decode_rng(found.state["rng"]))
-        final = found if found is not None and found.path.name == FINAL else training.play()
-        result = result_of(ctx, self.book, self.run.path.name, final)
-        ctx.log.event("run_end", step=result.global_step, cycles=result.cycles_completed)
-        ctx.log.positions()
-        write_atomic(self.run.eval, canonical_json(result.to_dict()))
-        update_manifest(self.run, **closing_entries(ctx, result))
-        drop_folder(self.run.checkpoints / ROLLING)
-        return result
-
 # %% ../../nbs/66_training.trainer.ipynb #uses
 class _Uses(_TrainOnce):
-    """What else can be done with a trainer."""
-
-    @property
-    def student(self) -> Backend:
-        """The model that is trained."""
-        return self._live().student
-
-    @property
-    def optimizer(self) -> AdamW:
-        """Its optimizer."""
-        return self._live().optimizer
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether the run starts from its beginning; only then may other weights be put under it."""
-        return self.found is None and not self._used
-
-    def _live(self) -> RunContext:
-        if self._closed:
-            raise TrainingError("the trainer is closed", hint="open the run again")
-        return self.context
+    """Evaluation, and foreign weights."""
 
     def evaluate(self, split: str | None = None, tasks: int | None = None, tag: str = "eval") -> dict[str, Any]:
         """Play a split with the current student; see `phases.Evaluate`. The record is appended to the run's journals."""
@@ -315,21 +314,13 @@ class _Uses(_TrainOnce):
             self.context.log.event(event, content_digest=found.content_digest, global_step=found.global_step, **told)
             return found
 
-# %% ../../nbs/66_training.trainer.ipynb #place
-def _place(config: RunConfig | None, run_dir: str | Path | None, *, resume: bool, overwrite: bool) -> RunDir:
-    """The run directory that is meant; StoreError if it is missing, or there and not to be replaced."""
-    if run_dir is None and config is None:
-        raise ConfigError("a trainer needs a recipe or a run directory", hint="pass config, or use OPDTrainer.resume(run_dir)")
-    if run_dir is None and config is not None:
-        run_dir = Path(config.run.output_dir) / safe_name(config.run.run_id or new_run_id(config.run.name))
-    run = RunDir(Path(str(run_dir)))
-    if resume:
-        return RunDir.open(run.path)
-    if config is None:
-        raise ConfigError(f"no recipe for a new run in {run.path}", hint="pass config, or use OPDTrainer.resume(run_dir)")
-    if run.path.exists() and not (overwrite and run.is_run()):
-        raise StoreError(f"{run.path} exists already", hint="resume it, overwrite it, or choose another run id")
-    return run
+    @classmethod
+    def resume(cls, run_dir: str | Path, config: RunConfig | None = None, **options: Any) -> Self:
+        """Continue the run in `run_dir`, which must be idle; a `config` given along must be its own recipe.
+
+        `options` are `offline`, `on_progress` and `rolling_every` of the trainer.
+        """
+        return cls(config, run_dir=run_dir, continue_run=True, **options)  # type: ignore[arg-type, call-arg]
 
 # %% ../../nbs/66_training.trainer.ipynb #opd-trainer
 class OPDTrainer(_Uses):
@@ -349,32 +340,21 @@ class OPDTrainer(_Uses):
         Called as ``on_progress(phase, done, total, info)``.
     rolling_every : int, optional
         Cycles between two rolling checkpoints; a twentieth of the run by default.
-
-    Raises
-    ------
-    ConfigError, BackendError, StoreError, LockError, CheckpointError
-        If the run cannot be started or continued; a new run then leaves no directory behind.
     """
 
     def __init__(self, config: RunConfig | None = None, *, run_dir: str | Path | None = None, continue_run: bool = False,
                  overwrite: bool = False, offline: bool = False, recipe: str | Path | None = None,
                  on_progress: Progress | None = None, rolling_every: int | None = None) -> None:
-        run = _place(config, run_dir, resume=continue_run, overwrite=overwrite)
+        run = place_of_run(config, run_dir, resume=continue_run, overwrite=overwrite)
         with ExitStack() as stack:
             if continue_run:
                 status = observed_status(run)
                 stack.enter_context(run_lock(run.path))
-                config = _recorded_config(run, config)
+                config = recorded_recipe(run, config)
             super().__init__(config, run, offline=offline, on_progress=on_progress, rolling_every=rolling_every)  # type: ignore[arg-type]
             if continue_run:
-                self.continue_(status)
+                self._continue(status)
             else:
                 stack.enter_context(run_lock(run.path))
-                self.start(Path(recipe).read_bytes() if recipe is not None else None, overwrite)
+                self._begin(Path(recipe).read_bytes() if recipe is not None else None, overwrite)
             self._held = stack.pop_all()
-
-    @classmethod
-    def resume(cls, run_dir: str | Path, config: RunConfig | None = None, *, offline: bool = False, on_progress: Progress | None = None,
-               rolling_every: int | None = None) -> Self:
-        """Continue the run in `run_dir`, which must be idle; a `config` given along must be its own recipe."""
-        return cls(config, run_dir=run_dir, continue_run=True, offline=offline, on_progress=on_progress, rolling_every=rolling_every)
