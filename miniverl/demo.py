@@ -26,29 +26,25 @@ models:
   device: cpu
   student:
     model_id: toy-student
-    toy: {hidden_size: 96, num_layers: 3, num_heads: 4, intermediate_size: 192, max_position_embeddings: 512}
+    toy: {hidden_size: 64, num_layers: 2, num_heads: 4, intermediate_size: 128, max_position_embeddings: 256}
   teacher:
     model_id: toy-teacher
-    toy: {hidden_size: 96, num_layers: 3, num_heads: 4, intermediate_size: 192, max_position_embeddings: 512}
-    toy_pretrain_steps: 400
-environment:
-  name: calculator
-  difficulty: easy
-  train_tasks: 256
-  eval_tasks: 64
-  test_tasks: 64
-  params: {prompt_style: compact}
-rollout: {max_turns: 3, max_new_tokens_per_turn: 48, max_total_tokens: 384, temperature: 1.0, batch_size: 32}
+    toy: {hidden_size: 64, num_layers: 2, num_heads: 4, intermediate_size: 128, max_position_embeddings: 256}
+    toy_pretrain_steps: 500
+    toy_pretrain_lr: 6.0e-3
+environment: {name: calculator, difficulty: easy, train_tasks: 512, eval_tasks: 64, test_tasks: 64, params: {prompt_style: compact, protocol_version: v2}}
+rollout: {max_turns: 3, max_new_tokens_per_turn: 24, max_total_tokens: 96, temperature: 1.0, batch_size: 32}
 loss: {mode: bucketed_topk_tail, divergence: reverse_kl, top_k: 16}
 train:
-  cycles: 60
-  sft_warmup_cycles: 120
-  rollouts_per_cycle: 16
-  gradient_accumulation_steps: 16
-  learning_rate: 2.0e-3
+  sft_warmup_cycles: 45
+  cycles: 150
+  rollouts_per_cycle: 32
+  gradient_accumulation_steps: 32
+  update_batch: 32
+  learning_rate: 6.0e-3
   lr_schedule: cosine
   warmup_steps: 10
-  eval_every_cycles: 20
+  eval_every_cycles: 15
 cache: {dtype: float16}
 eval: {temperature: 0.0}
 """
@@ -59,7 +55,7 @@ models:
   student: {toy: {hidden_size: 32, num_layers: 1, intermediate_size: 64}}
   teacher: {toy: {hidden_size: 32, num_layers: 1, intermediate_size: 64}, toy_pretrain_steps: 20}
 environment: {train_tasks: 16, eval_tasks: 8, test_tasks: 8}
-train: {cycles: 4, sft_warmup_cycles: 8, rollouts_per_cycle: 4, gradient_accumulation_steps: 4, eval_every_cycles: 2}
+train: {cycles: 4, sft_warmup_cycles: 8, rollouts_per_cycle: 4, gradient_accumulation_steps: 4, update_batch: 4, eval_every_cycles: 2}
 """
 
 # %% ../nbs/96_demo.ipynb #demo-config

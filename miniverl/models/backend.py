@@ -31,8 +31,8 @@ class KVSlots:
     @classmethod
     def empty(cls, layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> KVSlots:
         """Zero slots for `layers` layers."""
-        shape = (batch, capacity + 1, kv_heads, head_dim)
-        new = lambda: [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]  # noqa: E731
+        shape = (batch, kv_heads, capacity + 1, head_dim)  # a head's keys lie together in memory: attention reads them as one block
+        new = lambda: [torch.zeros(shape, dtype=dtype, device=device).transpose(1, 2) for _ in range(layers)]  # noqa: E731
         return cls(new(), new())
 
     @property
