@@ -46,8 +46,9 @@ class MiniVerlError(Exception):
         self.hint = hint
 
     def render(self) -> str:
-        """The text that the command line prints: an error line and, if there is one, a hint line."""
-        return f"error: {self.message}" + (f"\nhint: {self.hint}" if self.hint else "")
+        """The text that the command line prints: an error line and, if there is one, a hint line; white space is folded."""
+        lines = [f"error: {self.message}"] + ([f"hint: {self.hint}"] if self.hint else [])
+        return "\n".join(" ".join(line.split()) for line in lines)
 
 # %% ../nbs/00_core.ipynb #error-family-input
 class UsageError(MiniVerlError):

@@ -15,7 +15,7 @@ import filelock
 
 from .core import DataError, LockError, StoreError, canonical_json, compact_json
 from .core import parse_object_line, read_json, utc_now
-from .portable import new_run_id, portable_payload, safe_name
+from .portable import new_run_id, safe_name
 
 # %% auto #0
 __all__ = ['fsync_dir', 'write_atomic', 'publish_new', 'remove_temps', 'publish_dir', 'recover_dir', 'readable_dir',
@@ -214,20 +214,39 @@ def _intact_length(path: Path) -> int:
     whole = end == len(tail) and end > 0
     return start + (begin if whole and _torn(tail[begin:end]) else end)
 
-# %% ../nbs/01_store.ipynb #journal-append
-class _Appender:
-    """The growing end of a journal: one handle, one system call a record."""
+# %% ../nbs/01_store.ipynb #journal-open
+def _open_journal(path: Path) -> tuple[int, int]:
+    """Handle and length of a journal, created if need be and cut behind its last whole record; durable."""
+    fresh = not path.exists()
+    size = 0 if fresh else _intact_length(path)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    os.ftruncate(handle, size)
+    os.fsync(handle)
+    if fresh:
+        fsync_dir(path.parent)
+    return handle, size
+
+
+def _check_position(journal: Journal, position: int) -> None:
+    """StoreError unless `position` is the end of a record."""
+    if not 0 <= position <= journal._size:
+        raise StoreError(f"{journal.path} has {journal._size} bytes, fewer than the recorded {position}",
+                         hint="the journal was shortened after the checkpoint; this run cannot be continued exactly")
+    if position and os.pread(journal._handle, 1, position - 1) != b"\n":
+        raise StoreError(f"{journal.path}: byte {position} is not the end of a record",
+                         hint="the journal was edited after the checkpoint")
+
+# %% ../nbs/01_store.ipynb #journal
+class Journal:
+    """An append-only JSON Lines file with one open handle, for one writer at a time.
+
+    Opening creates the file or cuts a torn last line. A context manager: leaving it closes the handle.
+    """
 
     def __init__(self, path: _Pathish) -> None:
         self.path = Path(path)
         with _told(self.path):
-            fresh = not self.path.exists()
-            self._size = 0 if fresh else _intact_length(self.path)
-            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            os.ftruncate(self._handle, self._size)
-            self.sync()
-            if fresh:
-                fsync_dir(self.path.parent)
+            self._handle, self._size = _open_journal(self.path)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record as a line; visible to readers at once, durable after `sync`."""
@@ -246,21 +265,9 @@ class _Appender:
         self.sync()
         return self._size
 
-# %% ../nbs/01_store.ipynb #journal
-class Journal(_Appender):
-    """An append-only JSON Lines file with one open handle, for one writer at a time.
-
-    Opening creates the file or cuts a torn last line. A context manager: leaving it closes the handle.
-    """
-
     def truncate(self, position: int) -> None:
         """Cut back to a recorded position; StoreError if it is not the end of a record of this file."""
-        if not 0 <= position <= self._size:
-            raise StoreError(f"{self.path} has {self._size} bytes, fewer than the recorded {position}",
-                             hint="the journal was shortened after the checkpoint; this run cannot be continued exactly")
-        if position and os.pread(self._handle, 1, position - 1) != b"\n":
-            raise StoreError(f"{self.path}: byte {position} is not the end of a record",
-                             hint="the journal was edited after the checkpoint")
+        _check_position(self, position)
         with _told(self.path):
             os.ftruncate(self._handle, position)
         self.sync()
@@ -347,15 +354,11 @@ class _RunFiles:
     trajectories = _Name("trajectories.jsonl")
     eval_trajectories = _Name("eval_trajectories.jsonl")
     eval = _Name("eval.json")
-    token_analysis = _Name("token_analysis.jsonl")
     teacher_cache = _Name("teacher-cache")
     offline_dataset = _Name("offline-dataset")
     checkpoints = _Name("checkpoints")
     report_md = _Name("report.md")
     report_svg = _Name("report.svg")
-    report_html = _Name("report.html")
-    summary_md = _Name("summary.md")
-    benchmark_submission = _Name("benchmark-submission.json")
 
 # %% ../nbs/01_store.ipynb #run-dir
 class RunDir(_RunFiles):
