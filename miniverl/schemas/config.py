@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
@@ -41,7 +41,7 @@ class _Tree(Section):
     rollout: RolloutSection = Field(default=RolloutSection(), description="bounds and sampling of an episode")
     selection: SelectionSection = Field(default=SelectionSection(), description="supervised positions")
     loss: LossSection = Field(default=LossSection(), description="objective")
-    train: TrainSection = Field(default=TrainSection(), description="cycles and optimiser")
+    train: TrainSection = Field(default=TrainSection(), description="cycles and optimizer")
     memory: MemorySection = Field(default=MemorySection(), description="sharing a device")
     cache: CacheSection = Field(default=CacheSection(), description="teacher targets")
     eval: EvalSection = Field(default=EvalSection(), description="measurement")
@@ -63,12 +63,12 @@ class _Derived(_Tree):
 
     @property
     def steps_per_cycle(self) -> int:
-        """Optimiser steps of one cycle, if no selection is empty."""
+        """Optimizer steps of one cycle, if no selection is empty."""
         return max(1, math.ceil(self.train.rollouts_per_cycle / self.train.gradient_accumulation_steps))
 
     @property
     def total_steps(self) -> int:
-        """Optimiser steps of the whole run, warm-up included; the length of the learning-rate schedule."""
+        """Optimizer steps of the whole run, cold start included; the length of the learning-rate schedule."""
         return self.steps_per_cycle * (self.train.cycles + self.train.sft_warmup_cycles)
 
     @property
@@ -103,7 +103,7 @@ def _objective_conflicts(c: _Derived) -> _Conflicts:
             f"strict opd makes one step a cycle, but this makes {c.steps_per_cycle} of {train.rollouts_per_cycle} rollouts: "
             "raise it, or set train.opd_freshness to replay")
     if mode == "sft" and train.sft_warmup_cycles:
-        yield "train.sft_warmup_cycles", "sft needs no supervised warm-up, use train.cycles"
+        yield "train.sft_warmup_cycles", "sft needs no supervised cold start, use train.cycles"
     if mode == "sft" and 0 < loss.sampled_token_nll_weight < 1:
         yield "loss.sampled_token_nll_weight", "sft has no teacher to mix with, use 0 or 1"
     if loss.divergence == "jsd" and loss.jsd_beta in (0, 1):
@@ -164,43 +164,22 @@ def _warnings(c: _Derived) -> Iterator[str]:
     if not c.run.deterministic:
         yield "run.deterministic is false: two runs of this recipe may differ"
 
-# %% ../../nbs/02b_schemas.config.ipynb #written
-class _Written(_Derived):
-    """How the record leaves the program."""
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Every field with its value, JSON-able; `from_mapping` makes an equal record of it."""
-        return self.model_dump(mode="json")
-
-    def to_yaml(self) -> str:
-        """YAML text with every field; `from_text` makes an equal record of it."""
-        return dump_yaml(self.to_mapping())
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the canonical JSON of the portable form."""
-        return digest(portable_payload(self.to_mapping()))
-
-    def warnings(self) -> list[str]:
-        """Sentences about choices that are allowed but easily regretted."""
-        return list(_warnings(self))
-
 # %% ../../nbs/02b_schemas.config.ipynb #run-config
-class RunConfig(_Written):
-    """The complete, validated configuration of one run; its fields are described in the chapter on sections.
+class RunConfig(_Derived):
+    """The complete, validated configuration of one run.
 
-    Raises
-    ------
-    ConfigError
-        From the `from_` constructors: every fault with its dotted path and value, with source and line for YAML.
+    The `from_` constructors raise ConfigError: every fault with its dotted path and value, with source and line for YAML.
     """
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        rules: tuple[Callable[[_Derived], _Conflicts], ...] = (_objective_conflicts, _model_conflicts, _play_conflicts)
-        if found := [fault for rule in rules for fault in rule(self)]:
+        if found := [*_objective_conflicts(self), *_model_conflicts(self), *_play_conflicts(self)]:
             raise conflict(found)
         return self
+
+    def warnings(self) -> list[str]:
+        """Sentences about choices that are allowed but easily regretted."""
+        return list(_warnings(self))
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], source: str = "") -> Self:
@@ -217,6 +196,19 @@ class RunConfig(_Written):
     def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
         """Validate a YAML file (UTF-8, with or without byte order mark)."""
         return cls.from_text(read_text(path), source=str(path))
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Every field with its value, JSON-able; `from_mapping` makes an equal record of it."""
+        return self.model_dump(mode="json")
+
+    def to_yaml(self) -> str:
+        """YAML text with every field; `from_text` makes an equal record of it."""
+        return dump_yaml(self.to_mapping())
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON of the portable form."""
+        return digest(portable_payload(self.to_mapping()))
 
 # %% ../../nbs/02b_schemas.config.ipynb #deep-merge
 def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

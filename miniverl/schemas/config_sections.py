@@ -176,7 +176,7 @@ class TeacherConfig(ModelConfig):
 
     mode: Literal["standard", "privileged_context"] = Field(default="standard", description="what the teacher sees: the student's context, or more")
     toy_teacher_seed: _Seed = Field(default=99, description="seed of the toy teacher's weights and batches")
-    toy_pretrain_steps: int = Field(default=120, ge=0, description="optimiser steps of the toy teacher's fit")
+    toy_pretrain_steps: int = Field(default=120, ge=0, description="optimizer steps of the toy teacher's fit")
     toy_pretrain_lr: _Positive = Field(default=3e-3, description="its learning rate")
     toy_pretrain_batch: _Count = Field(default=32, description="traces in one of its steps")
     adapter: AdapterConfig | None = Field(default=None, description="LoRA adapter of the teacher")
@@ -270,26 +270,26 @@ class LossSection(Section):
 
 # %% ../../nbs/02_schemas.config_sections.ipynb #train-section
 class TrainSection(Section):
-    """Cycles, optimiser and schedule."""
+    """Cycles, optimizer and schedule."""
 
-    cycles: int = Field(default=4, ge=0, description="cycles after the warm-up")
+    cycles: int = Field(default=4, ge=0, description="cycles after the cold start")
     rollouts_per_cycle: _Count = Field(default=8, description="trajectories of a cycle")
-    gradient_accumulation_steps: _Count = Field(default=8, description="trajectories of one optimiser step")
+    gradient_accumulation_steps: _Count = Field(default=8, description="trajectories of one optimizer step")
     update_batch: _Count = Field(default=16, description="rows of one padded forward pass")
     offline_trajectories: int | None = Field(default=None, ge=1, description="size of the offline data set; null: environment.train_tasks")
     opd_freshness: Literal["strict", "replay"] = Field(default="strict", description="one step, or several, on what the student just played")
     learning_rate: _Positive = Field(default=1e-4, description="peak learning rate")
     weight_decay: _Weight = Field(default=0.0, description="decoupled weight decay")
     max_grad_norm: _Positive = Field(default=1.0, description="gradients are clipped to this norm")
-    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="course of the rate after the warm-up")
-    optimizer: Literal["adamw", "adamw8bit"] = Field(default="adamw", description="optimiser; the 8-bit one needs a GPU")
+    warmup_steps: int = Field(default=0, ge=0, description="steps in which the rate rises linearly")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="course of the rate after that")
+    optimizer: Literal["adamw", "adamw8bit"] = Field(default="adamw", description="optimizer; the 8-bit one needs a GPU")
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment")
     adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment")
     adam_eps: _Positive = Field(default=1e-8, description="added to the denominator")
     save_every_cycles: int = Field(default=0, ge=0, description="checkpoint interval; 0: only the final one")
     eval_every_cycles: int = Field(default=0, ge=0, description="evaluation interval; 0: only before and after")
-    sft_warmup_cycles: int = Field(default=0, ge=0, description="supervised cycles on oracle traces before the first cycle")
+    sft_warmup_cycles: int = Field(default=0, ge=0, description="cycles of the supervised cold start")
     log_every_steps: _Count = Field(default=1, description="interval of step records")
 
 # %% ../../nbs/02_schemas.config_sections.ipynb #memory-section
