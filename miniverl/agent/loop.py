@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Literal
 
 from .episode import Episode, EpisodeRules, EpisodeSpec, finish, oracle_trajectory, system_message
@@ -12,26 +11,14 @@ from .protocol import STOP_STRINGS
 from .stats import RolloutStats
 from ..core import ConfigError
 from ..environments.base import Environment
-from ..models.backend import Backend
+from ..models.backend import Backend, inference_mode
 from ..models.generation import BatchShape, LockstepDecoder, TurnRequest
 from ..models.sampling import SamplingParams, turn_seed
 from ..schemas.config import RolloutSection
 from ..schemas.trajectory import Trajectory
 
 # %% auto #0
-__all__ = ['inference_mode', 'RolloutRunner']
-
-# %% ../../nbs/32_agent.loop.ipynb #mode
-@contextmanager
-def inference_mode(backend: Backend) -> Iterator[None]:
-    """Evaluation mode for the duration of a block."""
-    training = backend.module.training
-    backend.eval()
-    try:
-        yield
-    finally:
-        if training:
-            backend.train()
+__all__ = ['RolloutRunner']
 
 # %% ../../nbs/32_agent.loop.ipynb #wave
 def _request(episode: Episode) -> TurnRequest | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
+from .episode import EpisodeCounts
 from ..schemas.trajectory import FailureCategory, Trajectory
 
 # %% auto #0
@@ -18,19 +20,7 @@ def ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 # %% ../../nbs/31b_agent.stats.ipynb #fields
-COUNTED = (
-    "assistant_turns",
-    "emitted_tool_calls",
-    "parsed_tool_calls",
-    "tool_execution_successes",
-    "tool_execution_errors",
-    "unknown_tool_calls",
-    "parse_errors",
-    "repeated_call_terminations",
-    "final_answers_emitted",
-    "final_answers_format_valid",
-    "final_answers_verified",
-)
+COUNTED = tuple(counter.name for counter in fields(EpisodeCounts))
 
 # %% ../../nbs/31b_agent.stats.ipynb #stats
 class RolloutStats:

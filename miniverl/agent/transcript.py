@@ -19,17 +19,14 @@ from miniverl.agent.protocol import (
     ParsedTool,
     ParseFailure,
 )
-from ..models.tokenizers import Tokenizer
+from ..models.tokenizers import IM_END, IM_START, Tokenizer
 from ..schemas.trajectory import PROMPT_TURN, Span, SpanType
 
 # %% auto #0
-__all__ = ['IM_START', 'IM_END', 'Piece', 'encode_pieces', 'block_pieces', 'system_pieces', 'user_pieces', 'observation_pieces',
-           'split_generation', 'Transcript', 'open_transcript', 'add_observation', 'add_generation']
+__all__ = ['Piece', 'encode_pieces', 'block_pieces', 'system_pieces', 'user_pieces', 'observation_pieces', 'split_generation',
+           'Transcript', 'open_transcript', 'add_observation', 'add_generation']
 
 # %% ../../nbs/31_agent.transcript.ipynb #pieces
-IM_START, IM_END = "<|im_start|>", "<|im_end|>"
-
-
 class Piece(NamedTuple):
     """Text with one author; `framing` pieces may become control tokens, content pieces may not."""
 

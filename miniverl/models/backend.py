@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ..core import BackendError
 from .tokenizers import Tokenizer
 
 # %% auto #0
-__all__ = ['KVSlots', 'slot_mask', 'Backend']
+__all__ = ['KVSlots', 'slot_mask', 'Backend', 'inference_mode']
 
 # %% ../../nbs/11_models.backend.ipynb #kv-slots
 @dataclass
@@ -56,7 +59,7 @@ class KVSlots:
         for mine, theirs in zip(self.keys + self.values, other.keys + other.values, strict=True):
             mine[:, :length] = theirs[:1, :length]
 
-
+# %% ../../nbs/11_models.backend.ipynb #slot-mask
 def slot_mask(positions: Tensor, capacity: int) -> Tensor:
     """Boolean ``[B, 1, T, capacity + 1]``: may the query at ``positions [B, T]`` see the slot?"""
     slots = torch.arange(capacity + 1, device=positions.device)
@@ -117,8 +120,27 @@ class Backend(ABC):
         """Parameters that require a gradient, by name."""
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
+    def check_length(self, tokens: int) -> None:
+        """BackendError if a sequence of `tokens` has no place in the model."""
+        if tokens > self.max_positions:
+            raise BackendError(f"{tokens} tokens exceed the {self.max_positions} positions of the model", hint="lower rollout.max_total_tokens")
+
     def train(self) -> None:
         self.module.train()
 
     def eval(self) -> None:
         self.module.eval()
+
+# %% ../../nbs/11_models.backend.ipynb #mode
+@contextmanager
+def inference_mode(backend: Backend) -> Iterator[None]:
+    """Evaluation mode and no gradients for the length of a block."""
+    training = backend.module.training
+    if training:
+        backend.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if training:
+            backend.train()

@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .backend import Backend, KVSlots, slot_mask
+from .backend import Backend, KVSlots, inference_mode, slot_mask
 from .hf_files import from_folder, quiet_library, snapshot
 from .hf_tokenizer import HFTokenizer
 from ..schemas.config import StudentConfig, TeacherConfig
@@ -55,17 +55,11 @@ def _empty_slots(config: Any, batch: int, capacity: int, **where: Any) -> KVSlot
     return KVSlots.empty(config.num_hidden_layers, batch, capacity, kv_heads, head_dim, **where)
 
 # %% ../../nbs/16_models.hf.ipynb #run-step
-def _check_length(length: int, most: int) -> None:
-    if length > most:
-        raise BackendError(f"{length} tokens exceed the {most} positions of the model", hint="lower rollout.max_total_tokens")
-
-
 def _check_right_padded(attention_mask: Tensor) -> None:
     if bool((attention_mask[:, 1:].bool() & ~attention_mask[:, :-1].bool()).any()):
         raise BackendError("a padded batch must be padded on the right", hint="put the real tokens of every row first")
 
 
-@torch.no_grad()
 def _run_step(decoder: nn.Module, token_ids: Tensor, positions: Tensor, cache: KVSlots, dtype: torch.dtype) -> Tensor:
     """One cached pass of a base model; `cache` was called `past_key_values` before transformers 5."""
     name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
@@ -93,7 +87,7 @@ class HFBackend(Backend):
         return {"backend": self.name, **self.source, **_described(self.lm, self.config), "lora": self.lora}
 
     def hidden_states(self, token_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        _check_length(token_ids.shape[1], self.max_positions)
+        self.check_length(token_ids.shape[1])
         if attention_mask is not None:
             _check_right_padded(attention_mask)
         return self.lm.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
@@ -103,17 +97,12 @@ class HFBackend(Backend):
         return head.weight, getattr(head, "bias", None)
 
     def new_cache(self, batch: int, capacity: int) -> KVSlots:
-        _check_length(capacity, self.max_positions)
+        self.check_length(capacity)
         return _empty_slots(self.config, batch, capacity, dtype=self.lm.dtype, device=self.device)
 
     def step(self, token_ids: Tensor, positions: Tensor, cache: KVSlots) -> Tensor:
-        training = self.module.training
-        if training:
-            self.eval()
-        hidden = _run_step(self.lm.base_model, token_ids, positions, cache, self.lm.dtype)
-        if training:
-            self.train()
-        return hidden
+        with inference_mode(self):
+            return _run_step(self.lm.base_model, token_ids, positions, cache, self.lm.dtype)
 
 # %% ../../nbs/16_models.hf.ipynb #described
 def _described(lm: Any, config: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from ..core import BackendError, digest, require
+from .tokenizers import IM_END, IM_START
 
 # %% auto #0
 __all__ = ['HFTokenizer', 'debug_tokenizer']
@@ -38,9 +39,6 @@ def _framing_copy(tokenizer: Tokenizer) -> Tokenizer:
     return copy
 
 # %% ../../nbs/14_models.hf_tokenizer.ipynb #marker
-_OPEN, _CLOSE = "<|im_start|>", "<|im_end|>"
-
-
 def _marker(framing: Tokenizer, text: str) -> int:
     """Id of a ChatML marker; refuses a tokenizer that does not have it."""
     ids = framing.encode(text, add_special_tokens=False).ids
@@ -73,7 +71,7 @@ class HFTokenizer:
         self._framing = _framing_copy(tokenizer)
         self._content = _content_copy(self._framing)
         self.vocab_size = self._framing.get_vocab_size(with_added_tokens=True)
-        self._open_id, self.eos_id = _marker(self._framing, _OPEN), _marker(self._framing, _CLOSE)
+        self._open_id, self.eos_id = _marker(self._framing, IM_START), _marker(self._framing, IM_END)
         self.pad_id = self.eos_id if pad_id is None else pad_id
         _refuse_unfit(self, self._framing.get_added_tokens_decoder())
 
@@ -100,7 +98,7 @@ class HFTokenizer:
         return digest(self.identity())
 
 # %% ../../nbs/14_models.hf_tokenizer.ipynb #refuse-unfit
-_PROBES = ("a", " a", "  two\n\n\tgaps ", '{"x":[1,2.5]}', "na\u00efve \u4f60\u597d", f"{_OPEN}user\nhi{_CLOSE}\n", "<tool_call></tool_call>")
+_PROBES = ("a", " a", "  two\n\n\tgaps ", '{"x":[1,2.5]}', "na\u00efve \u4f60\u597d", f"{IM_START}user\nhi{IM_END}\n", "<tool_call></tool_call>")
 
 
 def _refuse_unfit(tokenizer: HFTokenizer, added: dict[int, AddedToken]) -> None:
@@ -113,7 +111,7 @@ def _refuse_unfit(tokenizer: HFTokenizer, added: dict[int, AddedToken]) -> None:
             raise BackendError(f"the tokenizer does not read back {text!r}", hint="byte-level tokenizers do; spans need exact text")
 
 # %% ../../nbs/14_models.hf_tokenizer.ipynb #debug-words
-_DEBUG_SPECIALS = ("<|endoftext|>", _OPEN, _CLOSE)
+_DEBUG_SPECIALS = ("<|endoftext|>", IM_START, IM_END)
 _DEBUG_WORDS = (
     "system\u010a", "user\u010a", "assistant\u010a", ">\u010a", "</", '{"', '":', '"}', "tool_", "call", "result", "final", "calculator",
     "expression", "arguments", "name", "convert", "\u0120is", "\u0120the", "What", "true", "error", "value",

@@ -11,7 +11,7 @@ from typing import Protocol
 from ..core import BackendError, digest
 
 # %% auto #0
-__all__ = ['CONTROL', 'Tokenizer', 'toy_vocabulary', 'ToyTokenizer']
+__all__ = ['IM_START', 'IM_END', 'CONTROL', 'Tokenizer', 'toy_vocabulary', 'ToyTokenizer']
 
 # %% ../../nbs/10_models.tokenizers.ipynb #tokenizer-protocol
 class Tokenizer(Protocol):
@@ -40,9 +40,12 @@ class Tokenizer(Protocol):
 
     def identity(self) -> dict: ...
 
+
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"  # ChatML: every model gets the same framing of messages
+
 # %% ../../nbs/10_models.tokenizers.ipynb #pieces
 CONTROL = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>",
+    "<|endoftext|>", IM_START, IM_END,
     "<tool_call>", "</tool_call>", "<tool_result>", "</tool_result>", "<final>", "</final>",
 )  # fmt: skip
 _FRAMING = (
@@ -63,6 +66,10 @@ def toy_vocabulary() -> tuple[str, ...]:
     """The pieces of the toy tokenizer, in id order."""
     return CONTROL + tuple(dict.fromkeys(_FRAMING + _WORDS + _ASCII))
 
+# %% ../../nbs/10_models.tokenizers.ipynb #longest-match
+def _longest_match(pieces: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(p) for p in sorted(pieces, key=len, reverse=True)))
+
 # %% ../../nbs/10_models.tokenizers.ipynb #toy-tokenizer
 class ToyTokenizer:
     """Reversible longest-match tokenizer over a fixed vocabulary; needs no torch and no files."""
@@ -72,23 +79,12 @@ class ToyTokenizer:
         self._ids = {piece: i for i, piece in enumerate(self.pieces)}
         self.vocab_size = len(self.pieces)
         self.pad_id = self._ids["<|endoftext|>"]
-        self.eos_id = self._ids["<|im_end|>"]
+        self.eos_id = self._ids[IM_END]
         self._framing = _longest_match(self.pieces)
         self._content = _longest_match(self.pieces[len(CONTROL) :])
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of `text`.
-
-        Parameters
-        ----------
-        text : str
-            ASCII text; `special` says whether control tokens may be produced.
-
-        Raises
-        ------
-        BackendError
-            For a character outside the vocabulary.
-        """
+        """Ids of an ASCII `text`, with control tokens only if `special`; BackendError for a character without a piece."""
         found = (self._framing if special else self._content).findall(text)
         if sum(map(len, found)) != len(text):
             bad = next(c for c in text if c not in self._ids)
@@ -114,7 +110,3 @@ class ToyTokenizer:
     def fingerprint(self) -> str:
         """sha256 of the canonical JSON of `identity()`."""
         return digest(self.identity())
-
-
-def _longest_match(pieces: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(re.escape(p) for p in sorted(pieces, key=len, reverse=True)))

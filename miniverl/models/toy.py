@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core import BackendError
 from .backend import Backend, KVSlots, slot_mask
 from .tokenizers import Tokenizer, ToyTokenizer
 from ..schemas.config import ToyShape
@@ -142,20 +141,15 @@ class ToyBackend(Backend):
         return {"backend": self.name, "model_id": self.model_id, "revision": None, "shape": self.module.shape.model_dump()}
 
     def hidden_states(self, token_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        if token_ids.shape[1] > self.max_positions:
-            raise BackendError(
-                f"a sequence of {token_ids.shape[1]} tokens exceeds the toy's {self.max_positions} positions",
-                hint="raise max_position_embeddings or lower rollout.max_total_tokens",
-            )
+        self.check_length(token_ids.shape[1])
         return self.module(token_ids)
 
     def head(self) -> tuple[Tensor, Tensor | None]:
         return self.module.head.weight, None
 
     def new_cache(self, batch: int, capacity: int) -> KVSlots:
+        self.check_length(capacity)
         shape = self.module.shape
-        if capacity > self.max_positions:
-            raise BackendError(f"{capacity} slots exceed the toy's {self.max_positions} positions", hint="lower rollout.max_total_tokens")
         dim = shape.hidden_size // shape.num_heads
         return KVSlots.empty(shape.num_layers, batch, capacity, shape.num_heads, dim, dtype=torch.float32, device=self.device)
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ..core import BackendError, DataError
 from ..losses.bucketed import topk_targets
-from ..models.backend import Backend
+from ..models.backend import Backend, inference_mode
 from ..schemas.cache import TeacherTargets
 from ..schemas.trajectory import Trajectory
 from ..selection.selectors import Selection
@@ -48,19 +47,6 @@ def _padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tu
     ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows])
     mask = torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
     return ids.to(device), mask.to(device)
-
-
-@contextmanager
-def _evaluating(teacher: Backend) -> Iterator[None]:
-    """Evaluation mode and no gradients, for a while."""
-    was_training = teacher.module.training
-    teacher.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        if was_training:
-            teacher.train()
 
 
 def _selected_states(
@@ -102,7 +88,7 @@ def score_trajectories(
     """
     k = min(top_k, teacher.vocab_size)
     found: dict[int, TeacherTargets] = {}
-    with _evaluating(teacher):
+    with inference_mode(teacher):
         for chosen, states in _selected_states(teacher, trajectories, selections, batch_size):
             parts = [topk_targets(teacher.project(rows), k, temperature) for rows in states.split(chunk_size)]
             ids, log_probs, tails = (torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True))
@@ -134,7 +120,7 @@ def teacher_hidden(
     An empty selection gives a tensor with no rows. Raises what `score_trajectories` raises.
     """
     found: dict[int, Tensor] = {}
-    with _evaluating(teacher):
+    with inference_mode(teacher):
         for chosen, states in _selected_states(teacher, trajectories, selections, batch_size):
             found |= dict(zip(chosen, states.split([len(selections[i]) for i in chosen]), strict=True))
     empty = torch.zeros(0, teacher.hidden_size, device=teacher.device)
