@@ -8,16 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..core import DataError, JsonLimits, loads_strict
-from miniverl.environments.base import (
-    FINAL_CLOSE,
-    FINAL_OPEN,
-    RESULT_CLOSE,
-    RESULT_OPEN,
-    TOOL_CLOSE,
-    TOOL_OPEN,
-    call_block,
-    json_body,
-)
+from ..environments.base import FINAL_CLOSE, FINAL_OPEN, RESULT_CLOSE, RESULT_OPEN, TOOL_CLOSE, TOOL_OPEN, call_block, json_body
 
 # %% auto #0
 __all__ = ['STOP_STRINGS', 'TOOL_LIMITS', 'ParsedTool', 'ParsedFinal', 'ParseFailure', 'prefix_length', 'parse_generation',

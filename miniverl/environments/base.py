@@ -142,39 +142,36 @@ def example_text(question: str, name: str, arguments: Mapping[str, Any], result:
 
 # %% ../../nbs/20_environments.base.ipynb #environment-params
 _VERSIONS = ("v1", "v2")
+_DEFAULTS: Mapping[str, Any] = MappingProxyType({"prompt_style": "full", "protocol_version": "v2", "verifier_version": None})
+_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"prompt_style": ("full", "compact"), "protocol_version": _VERSIONS, "verifier_version": _VERSIONS}
+)
 
 
-class _Parameters:
-    """Parameters of an environment: defaults, unknown names, choices."""
-
-    name: ClassVar[str] = ""
-    defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({"prompt_style": "full", "protocol_version": "v2", "verifier_version": None})
-    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
-        {"prompt_style": ("full", "compact"), "protocol_version": _VERSIONS, "verifier_version": _VERSIONS}
-    )
-
-    def __init__(self, params: Mapping[str, Any] | None = None) -> None:
-        given = dict(params or {})
-        if unknown := sorted(set(given) - set(self.defaults)):
-            raise ConfigError(
-                f"environment.params.{unknown[0]}: {self.name} has no such parameter",
-                hint=f"It has: {', '.join(sorted(self.defaults))}.",
-            )
-        merged = {**self.defaults, **given}
-        if merged["verifier_version"] is None:
-            merged["verifier_version"] = merged["protocol_version"]
-        for key, allowed in self.choices.items():
-            if merged[key] not in allowed:
-                raise ConfigError(f"environment.params.{key}: {merged[key]!r} is not one of {', '.join(map(str, allowed))}")
-        self.params: Mapping[str, Any] = MappingProxyType(merged)
-        self.protocol_version: str = merged["protocol_version"]
-        self.verifier_version: str = merged["verifier_version"]
+def _full_params(name: str, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Every parameter of environment `name`; ConfigError for an unknown name or a wrong choice."""
+    if unknown := sorted(set(given) - set(defaults)):
+        raise ConfigError(f"environment.params.{unknown[0]}: {name} has no such parameter", hint=f"It has: {', '.join(sorted(defaults))}.")
+    merged = {**defaults, **given}
+    if merged["verifier_version"] is None:
+        merged["verifier_version"] = merged["protocol_version"]
+    for key, allowed in _CHOICES.items():
+        if merged[key] not in allowed:
+            raise ConfigError(f"environment.params.{key}: {merged[key]!r} is not one of {', '.join(allowed)}")
+    return MappingProxyType(merged)
 
 # %% ../../nbs/20_environments.base.ipynb #environment
-class Environment(_Parameters, ABC):
+class Environment(ABC):
     """Tasks, tools and verdicts of one kind of problem. Instances hold no state between calls."""
 
+    name: ClassVar[str] = ""
+    defaults: ClassVar[Mapping[str, Any]] = _DEFAULTS
     generator_version: ClassVar[int] = 1
+
+    def __init__(self, params: Mapping[str, Any] | None = None) -> None:
+        self.params = _full_params(self.name, self.defaults, params or {})
+        self.protocol_version: str = self.params["protocol_version"]
+        self.verifier_version: str = self.params["verifier_version"]
 
     @abstractmethod
     def system_prompt(self) -> str:

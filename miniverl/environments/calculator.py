@@ -19,7 +19,7 @@ from ..schemas.trajectory import FailureCategory, VerificationRecord
 
 # %% auto #0
 __all__ = ['MAX_CHARS', 'MAX_DEPTH', 'MAX_VALUE', 'MAX_BASE', 'MAX_EXPONENT', 'UNIT_PAIRS', 'UNITS', 'FIRST_TERMS', 'OTHER_TERMS',
-           'OPERATORS', 'CONVERTED_VALUES', 'CHAINED_PAIRS', 'DIFFICULTIES', 'COMPACT_SYSTEM_PROMPT', 'COMPACT_PIECES',
+           'OPERATORS', 'CONVERTED_VALUES', 'CHAINED_PAIRS', 'DIFFICULTIES', 'COMPACT_SYSTEM_PROMPT',
            'FULL_INTRODUCTION', 'EXAMPLE', 'ExpressionError', 'evaluate', 'format_number', 'convert_units',
            'CalculatorSession', 'read_answer', 'Calculator']
 
@@ -69,7 +69,7 @@ def _walk(node: ast.AST, depth: int) -> int | float:
         return _bounded(_BINARY[type(node.op)](left, right))
     raise ExpressionError("invalid expression")
 
-
+# %% ../../nbs/21_environments.calculator.ipynb #evaluate
 def evaluate(expression: str) -> int | float:
     """Value of an arithmetic expression.
 
@@ -215,7 +215,6 @@ def _draw_payload(rng: Random, difficulty: str) -> dict[str, Any]:
 
 # %% ../../nbs/21_environments.calculator.ipynb #wording
 COMPACT_SYSTEM_PROMPT = "Use the tools."
-COMPACT_PIECES = ("What is ", "?", "Convert ", " ", " to ", ".")
 FULL_INTRODUCTION = "You answer questions about numbers. Let the tools do the arithmetic, and answer with the number alone."
 _STYLES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -345,7 +344,7 @@ def _oracle(payload: Mapping[str, Any]) -> list[OracleAction]:
         actions.append(OracleAction.call("convert", value=value, from_unit=payload["from_unit"], to_unit=payload["to_unit"]))
     return [*actions, OracleAction.answer(format_number(payload["expected"]))]
 
-
+# %% ../../nbs/21_environments.calculator.ipynb #judge
 def _judge(payload: Mapping[str, Any], text: str, version: str, tolerance: float) -> VerificationRecord:
     """Verdict on `text`."""
     expected = payload["expected"]

@@ -112,6 +112,6 @@ def align_by_segments(student: Trajectory, teacher: Trajectory, targets: Sequenc
     segment key is repeated or missing, or a segment differs in length or at the target's token.
     """
     if student.tokenizer_fingerprint != teacher.tokenizer_fingerprint:
-        raise DataError("student and teacher views were tokenised by different tokenizers", hint="Distillation compares token by token.")
+        raise DataError("student and teacher views were tokenized by different tokenizers", hint="Distillation compares token by token.")
     keys = _by_key(student), _by_key(teacher)
     return _alignment(student, targets, [_teacher_target(student, teacher, keys, j) for j in targets], weights)

@@ -94,16 +94,16 @@ def _fit(
     """Train in place; the loss of every step."""
     steps, peak = teacher.toy_pretrain_steps, teacher.toy_pretrain_lr
     parameters = list(backend.module.parameters())
-    optimiser = torch.optim.AdamW(parameters, lr=peak, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(parameters, lr=peak, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     losses = []
     backend.train()
     for step, rows in enumerate(_batches(len(data.ids), teacher.toy_pretrain_batch, steps, teacher.toy_teacher_seed)):
         loss = _loss(backend, *data.batch(rows))
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.param_groups[0]["lr"] = _rate(step, steps, peak)
-        optimiser.step()
+        optimizer.param_groups[0]["lr"] = _rate(step, steps, peak)
+        optimizer.step()
         losses.append(loss.item())
         if on_progress is not None:
             on_progress(step + 1, steps)
