@@ -76,7 +76,7 @@ def _views(path: Path, rows: list[tuple[str, Any]], data: np.ndarray) -> Iterabl
     if at != len(data):
         raise _broken(path, f"{len(data) - at} bytes belong to no tensor")
 
-
+# %% ../../nbs/53_cache.shards.ipynb #broken
 def _broken(path: Path, what: str) -> CacheError:
     return CacheError(f"{path.name}: {what}", hint="the shard is damaged; score its trajectories again")
 

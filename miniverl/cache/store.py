@@ -109,45 +109,31 @@ def _check_entry(item: TeacherTargets, identity: CacheIdentity, known: Mapping[s
         raise CacheError(f"{name!r}: a token id is outside the vocabulary of {identity.vocab_size}",
                          hint="teacher and cache disagree about the vocabulary")
 
-# %% ../../nbs/54_cache.store.ipynb #writer
-class _CacheWriter(CacheReader):
-    def __init__(self, folder: Path, *, verify: bool = True) -> None:
-        self._index = IndexFile(folder)
-        super().__init__(folder, self._index.state, verify=verify)
-        self._staged: dict[str, TeacherTargets] = {}
-        self._kept = shards_on_disk(folder)
 
-    def write(self, targets: Iterable[TeacherTargets]) -> None:
-        """Stage targets and publish the shards that are full; all of them are admitted or none.
-
-        Raises CacheError for a duplicate id or another top-k, temperature or vocabulary than the identity's, DataError for a broken record.
-        """
-        fresh: dict[str, TeacherTargets] = {}
-        for item in targets:
-            _check_entry(item, self.identity, ChainMap(fresh, self._staged, self._state.where))
-            fresh[item.trajectory_id] = item
-        self._staged |= fresh
-        self._publish_groups(only_full=True)
-
-    def flush(self) -> None:
-        """Publish everything that is staged: each shard durably first, then its line in the index."""
-        self._publish_groups(only_full=False)
-
-    def _publish_groups(self, *, only_full: bool) -> None:
-        """Publish staged records, shard by shard: one policy version and one kind of tail in each."""
-        limit = self.entries_per_shard
-        for _, group in groupby(sorted(self._staged.values(), key=_shard_key), key=_shard_key):
-            items = list(group)
-            end = len(items) - len(items) % limit if only_full else len(items)
-            for start in range(0, end, limit):
-                _publish(self, items[start : min(start + limit, end)])
+def _admitted(cache: TeacherCache, targets: Iterable[TeacherTargets]) -> dict[str, TeacherTargets]:
+    """The records by id, if all of them may be written."""
+    fresh: dict[str, TeacherTargets] = {}
+    for item in targets:
+        _check_entry(item, cache.identity, ChainMap(fresh, cache._staged, cache._state.where))
+        fresh[item.trajectory_id] = item
+    return fresh
 
 # %% ../../nbs/54_cache.store.ipynb #publish
 def _shard_key(item: TeacherTargets) -> tuple[int, bool]:
     return item.policy_version, item.tail_is_exact_zero
 
 
-def _publish(cache: _CacheWriter, items: list[TeacherTargets]) -> None:
+def _publish_groups(cache: TeacherCache, *, only_full: bool) -> None:
+    """Publish staged records, shard by shard: one policy version and one kind of tail in each."""
+    limit = cache.entries_per_shard
+    for _, group in groupby(sorted(cache._staged.values(), key=_shard_key), key=_shard_key):
+        items = list(group)
+        end = len(items) - len(items) % limit if only_full else len(items)
+        for start in range(0, end, limit):
+            _publish(cache, items[start : min(start + limit, end)])
+
+
+def _publish(cache: TeacherCache, items: list[TeacherTargets]) -> None:
     """One shard: the file, durably; then its line; then memory follows."""
     data, names = encode_shard(items, vocab_size=cache.identity.vocab_size, dtype=cache.identity.dtype)
     number = max([cache._state.next_number, *(n + 1 for n in shards_on_disk(cache.path))])
@@ -165,70 +151,60 @@ class Restored(NamedTuple):
     dropped: tuple[str, ...]
     lost: tuple[str, ...]
 
-# %% ../../nbs/54_cache.store.ipynb #pruner
-class _CachePruner(_CacheWriter):
-    def prune(self, keep_versions: int | Collection[int]) -> int:
-        """Drop the trajectories of other policy versions and return how many.
+# %% ../../nbs/54_cache.store.ipynb #prune
+def _prune(cache: TeacherCache, keep_versions: int | Collection[int]) -> int:
+    """Drop other versions; a file that the last snapshot lists, or that cannot be deleted, stays as an orphan."""
+    state, staged = cache._state, cache._staged
+    before = len(state.where) + len(staged)
+    versions = {s.version for s in state.shards.values()} | {t.policy_version for t in staged.values()}
+    keep = set(sorted(versions, reverse=True)[:keep_versions] if isinstance(keep_versions, int) else keep_versions)
+    cache._staged = {name: item for name, item in staged.items() if item.policy_version in keep}
+    if dead := sorted(s.number for s in state.shards.values() if s.version not in keep):
+        cache._index.append({"kind": "prune", "shards": dead})
+    _sweep(cache)
+    if cache._index.is_mostly_dead():
+        _rewrite(cache, state.shards.values(), written_before=state.written, next_number=state.next_number)
+    return before - len(cache._state.where) - len(cache._staged)
 
-        `keep_versions` are the versions to keep, or how many of the newest. The tombstone is published before any file goes;
-        a file that the last snapshot lists stays until the next one, and a file that cannot be deleted stays as an orphan.
-        """
-        before = len(self._state.where) + len(self._staged)
-        versions = {s.version for s in self._state.shards.values()} | {t.policy_version for t in self._staged.values()}
-        keep = set(sorted(versions, reverse=True)[:keep_versions] if isinstance(keep_versions, int) else keep_versions)
-        self._staged = {name: item for name, item in self._staged.items() if item.policy_version in keep}
-        if dead := sorted(s.number for s in self._state.shards.values() if s.version not in keep):
-            self._index.append({"kind": "prune", "shards": dead})
-        self._sweep()
-        if self._index.is_mostly_dead():
-            self._compact()
-        return before - len(self._state.where) - len(self._staged)
 
-    def _compact(self) -> None:
-        state = self._state
-        self._rewrite(state.shards.values(), written_before=state.written, next_number=state.next_number)
+def _rewrite(cache: TeacherCache, shards: Iterable[ShardRecord], *, written_before: int, next_number: int) -> None:
+    cache._index.rewrite(shards, written_before=written_before, next_number=next_number)
+    cache._state = cache._index.state
 
-    def _rewrite(self, shards: Iterable[ShardRecord], *, written_before: int, next_number: int) -> None:
-        self._index.rewrite(shards, written_before=written_before, next_number=next_number)
-        self._state = self._index.state
 
-    def _sweep(self) -> None:
-        """Delete the shard files that neither the index nor the last snapshot lists."""
-        self._readers = {n: reader for n, reader in self._readers.items() if n in self._state.shards}
-        for number in shards_on_disk(self.path) - set(self._state.shards) - self._kept:
-            try:
-                (self.path / shard_name(number)).unlink(missing_ok=True)
-            except OSError:
-                continue
+def _sweep(cache: TeacherCache) -> None:
+    """Delete the shard files that neither the index nor the last snapshot lists."""
+    cache._readers = {n: reader for n, reader in cache._readers.items() if n in cache._state.shards}
+    for number in shards_on_disk(cache.path) - set(cache._state.shards) - cache._kept:
+        try:
+            (cache.path / shard_name(number)).unlink(missing_ok=True)
+        except OSError:
+            continue
 
 # %% ../../nbs/54_cache.store.ipynb #checkpointing
-class _CacheCheckpoint(_CachePruner):
-    def snapshot(self) -> dict[str, Any]:
-        """Flush, compact, and return the state of the cache as JSON-able data for a checkpoint."""
-        self.flush()
-        before = self._state.written
-        self._compact()
-        self._kept = set(self._state.shards)
-        return {
-            "identity": digest(self.identity.model_dump(mode="json")), "written_before": before,
-            "bytes_written_total": self._state.written, "next_number": self._state.next_number,
-            "shards": [shard.to_line() for shard in self._state.shards.values()],
-        }
+def _snapshot(cache: TeacherCache) -> dict[str, Any]:
+    cache.flush()
+    before, state = cache._state.written, cache._state
+    _rewrite(cache, state.shards.values(), written_before=before, next_number=state.next_number)
+    cache._kept = set(cache._state.shards)
+    return {
+        "identity": digest(cache.identity.model_dump(mode="json")), "written_before": before,
+        "bytes_written_total": cache._state.written, "next_number": cache._state.next_number,
+        "shards": [shard.to_line() for shard in cache._state.shards.values()],
+    }
 
-    def restore(self, snapshot: Mapping[str, Any]) -> Restored:
-        """Make the cache what it was at `snapshot`: every newer trajectory and shard is dropped, staged ones too.
 
-        CacheError if the snapshot is malformed, StaleCacheError if it was taken of another teacher's cache.
-        """
-        shards, before, number = _parse_snapshot(snapshot, self.identity)
-        found = [shard for shard in shards if _size(self.path / shard.filename) == shard.size]
-        had = [*self.ids(), *self._staged]
-        self._staged, self._readers, self._kept = {}, {}, set()
-        self._rewrite(found, written_before=before, next_number=number)
-        self._sweep()
-        self._kept = set(self._state.shards)
-        lost = tuple(name for shard in shards if shard not in found for name, _ in shard.entries)
-        return Restored(tuple(name for name in had if name not in self._state.where), lost)
+def _restore(cache: TeacherCache, snapshot: Mapping[str, Any]) -> Restored:
+    """Every newer trajectory and shard is dropped, staged ones too."""
+    shards, before, number = _parse_snapshot(snapshot, cache.identity)
+    found = [shard for shard in shards if _size(cache.path / shard.filename) == shard.size]
+    had = [*cache.ids(), *cache._staged]
+    cache._staged, cache._readers, cache._kept = {}, {}, set()
+    _rewrite(cache, found, written_before=before, next_number=number)
+    _sweep(cache)
+    cache._kept = set(cache._state.shards)
+    lost = tuple(name for shard in shards if shard not in found for name, _ in shard.entries)
+    return Restored(tuple(name for name in had if name not in cache._state.where), lost)
 
 # %% ../../nbs/54_cache.store.ipynb #parse-snapshot
 def _parse_snapshot(snapshot: Mapping[str, Any], identity: CacheIdentity) -> tuple[list[ShardRecord], int, int]:
@@ -255,6 +231,15 @@ def _check_settings(identity: CacheIdentity, entries_per_shard: int | None, dtyp
         raise CacheError(f"entries_per_shard must be at least 1, not {entries_per_shard}", hint="32 is the default")
 
 
+def _prepare(folder: Path, identity: CacheIdentity | None, entries_per_shard: int | None, dtype: str | None, create: bool) -> None:
+    """Check what is asked for, clear what a crash left, and start the index where there is none."""
+    if identity is not None:
+        _check_settings(identity, entries_per_shard, dtype)
+        remove_temps(folder)
+        if create and not (folder / INDEX_NAME).exists():
+            create_index(folder, identity, entries_per_shard or 32)
+
+
 def _check_same(folder: Path, state: IndexState, identity: CacheIdentity | None, entries_per_shard: int | None) -> None:
     if identity is not None and (changed := state.identity.differences(identity)):
         raise StaleCacheError(f"{folder} holds targets of another identity: {'; '.join(changed)}", hint="use a new cache folder")
@@ -263,8 +248,14 @@ def _check_same(folder: Path, state: IndexState, identity: CacheIdentity | None,
                          hint="keep cache.entries_per_shard, or use a new cache folder")
 
 # %% ../../nbs/54_cache.store.ipynb #cache
-class TeacherCache(_CacheCheckpoint):
+class TeacherCache(CacheReader):
     """Sharded, journalled teacher targets of one teacher in one folder, for one writer at a time."""
+
+    def __init__(self, folder: Path, *, verify: bool = True) -> None:
+        self._index = IndexFile(folder)
+        super().__init__(folder, self._index.state, verify=verify)
+        self._staged: dict[str, TeacherTargets] = {}
+        self._kept = shards_on_disk(folder)
 
     @classmethod
     def open(
@@ -273,25 +264,35 @@ class TeacherCache(_CacheCheckpoint):
     ) -> Self:
         """Open or create a cache.
 
-        `identity` must equal the recorded one; None opens an existing cache of whatever teacher. `entries_per_shard` and `dtype` must agree
-        with the recorded ones; a new cache takes 32 and the identity's. With `verify_checksums` each shard is hashed when first read.
-
-        Raises
-        ------
-        CacheError
-            Nothing there and `create` is false, a damaged index, or exact targets in float16.
-        StaleCacheError
-            The cache belongs to another teacher, tokenizer or setting.
+        What is given must agree with what is recorded; a new cache takes 32 entries and the identity's dtype. Without an identity an existing
+        cache is opened. With `verify_checksums` each shard is hashed when first read. CacheError if there is nothing (and `create` is false) or
+        the index is damaged, StaleCacheError if the cache belongs to another teacher, tokenizer or setting.
         """
-        folder = Path(directory)
-        if identity is not None:
-            _check_settings(identity, entries_per_shard, dtype)
-            remove_temps(folder)
-            if create and not (folder / INDEX_NAME).exists():
-                create_index(folder, identity, entries_per_shard or 32)
-        cache = cls(folder, verify=verify_checksums)
-        _check_same(folder, cache._state, identity, entries_per_shard)
+        _prepare(Path(directory), identity, entries_per_shard, dtype, create)
+        cache = cls(Path(directory), verify=verify_checksums)
+        _check_same(cache.path, cache._state, identity, entries_per_shard)
         return cache
+
+    def write(self, targets: Iterable[TeacherTargets]) -> None:
+        """Stage targets, all of them or none (CacheError, DataError), and publish the shards that are full."""
+        self._staged |= _admitted(self, targets)
+        _publish_groups(self, only_full=True)
+
+    def flush(self) -> None:
+        """Publish everything that is staged: each shard durably first, then its line in the index."""
+        _publish_groups(self, only_full=False)
+
+    def prune(self, keep_versions: int | Collection[int]) -> int:
+        """Drop the trajectories of all policy versions but these (or but the newest few) and return how many."""
+        return _prune(self, keep_versions)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Flush, compact, and return the state of the cache as JSON-able data for a checkpoint."""
+        return _snapshot(self)
+
+    def restore(self, snapshot: Mapping[str, Any]) -> Restored:
+        """Make the cache what it was at `snapshot`; CacheError if that is malformed, StaleCacheError if it is another teacher's."""
+        return _restore(self, snapshot)
 
     def close(self) -> None:
         """Release the index; the cache can still be used and reopens it when needed."""
