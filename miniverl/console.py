@@ -9,14 +9,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Self, TextIO
 
 from .core import DataError, MiniVerlError, canonical_json
 
 # %% auto #0
 __all__ = ['HANDLED', 'LOG_LEVELS', 'emit_json', 'say', 'note', 'table', 'describe_error', 'error_lines', 'report_error',
-           'set_log_level', 'OnProgress', 'info_text', 'clock_text', 'time_left', 'LineProgress', 'BarProgress',
-           'open_progress']
+           'set_log_level', 'info_text', 'clock_text', 'time_left', 'LineProgress', 'BarProgress', 'open_progress']
 
 # %% ../nbs/95_console.ipynb #emit
 def emit_json(value: Any) -> None:
@@ -53,27 +52,22 @@ def _numeric(cell: str) -> bool:
     return digits.isdigit() or cell == "-"
 
 # %% ../nbs/95_console.ipynb #describe-error
-def _fold(text: str) -> str:
-    return " ".join(str(text).split())
-
-
 def describe_error(error: BaseException, command: str = "") -> tuple[str, str]:
     """The message and the hint for an exception that a command may end with."""
     helping = f"see `{' '.join(['miniverl', *command.split()])} --help`"
     if isinstance(error, MiniVerlError):
-        return _fold(error.message), _fold(error.hint) or helping
+        return error.message, error.hint or helping
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", "what was written so far is kept; `miniverl train --resume RUN_DIR` continues a training run from its last checkpoint"
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return _fold(f"{where}{error.strerror or error}"), "check the path, its permissions and the free space"
-    return _fold(f"{type(error).__name__}: {error}"), helping
+        return f"{where}{error.strerror or error}", "check the path, its permissions and the free space"
+    return f"{type(error).__name__}: {error}", helping
 
 
 def error_lines(error: BaseException, command: str = "") -> str:
     """Exactly two lines for standard error."""
-    message, hint = describe_error(error, command)
-    return f"error: {message}\nhint: {hint}"
+    return MiniVerlError(*describe_error(error, command)).render()
 
 # %% ../nbs/95_console.ipynb #exit-code
 HANDLED = (MiniVerlError, KeyboardInterrupt, OSError)
@@ -98,6 +92,10 @@ def _silence_stdout() -> None:
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
+def _fold(text: str) -> str:
+    return " ".join(text.split())
+
+
 def set_log_level(level: str) -> None:
     """Send records of the logger `miniverl` at `level` and above to standard error."""
     logger = logging.getLogger("miniverl")
@@ -113,13 +111,7 @@ class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         note(f"{record.levelname.lower()}: {_fold(record.getMessage())}")
 
-# %% ../nbs/95_console.ipynb #contract
-class OnProgress(Protocol):
-    """What long work calls now and then: units `done` of `total` in a phase, and a few numbers."""
-
-    def __call__(self, phase: str, done: int, total: int, info: Mapping[str, Any] | None = None) -> None: ...
-
-
+# %% ../nbs/95_console.ipynb #info
 def info_text(info: Mapping[str, Any] | str | None) -> str:
     """The numbers beside a progress report: `loss 0.1234  success 87.5 %`."""
     if not info:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from .core import UsageError
+from .reporting.charts import percent_text
 from .reporting.records import Change, describe_change, load_run, success_change
 from .schemas.config import RunConfig, deep_merge
 
@@ -76,7 +77,7 @@ def scores(change: Change | None) -> list[list[str]]:
     points = [("after the cold start" if change.from_cold_start else "before training", change.before), ("after on-policy distillation", change.after)]
     if change.untrained is not None:
         points.insert(0, ("untrained", change.untrained))
-    return [[name, f"{100 * p.success:.1f} %", f"{round(p.success * p.tasks)} of {p.tasks} held-out tasks"] for name, p in points]
+    return [[name, percent_text(p.success), f"{round(p.success * p.tasks)} of {p.tasks} held-out tasks"] for name, p in points]
 
 
 def story(change: Change | None) -> list[str]:

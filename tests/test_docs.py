@@ -163,7 +163,7 @@ def test_run_directory_page_names_every_file():
 NOTEBOOK = """%%%% md title
 # A `small` chapter
 
-What it *adds*.
+What it [*adds*](07_other.ipynb).
 %%%% code default-exp
 #| default_exp small
 %%%% code shown

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from shutil import copyfile
 
 from nbcells import ROOT, directives, is_exported, source_of
-from nbmarkdown import Links, render
+from nbmarkdown import Links, render, unlinked
 
 DECADES = {
     0: "Ground",
@@ -59,9 +59,9 @@ class Chapter:
 
     @property
     def lead(self) -> str:
-        """The paragraph under the title."""
+        """The paragraph under the title, without its links."""
         body = source_of(self.raw["cells"][0]).partition("\n")[2].strip()
-        return body.split("\n\n")[0].replace("\n", " ")
+        return unlinked(body.split("\n\n")[0]).replace("\n", " ")
 
     @property
     def exported(self) -> str:

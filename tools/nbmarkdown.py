@@ -64,7 +64,12 @@ def _boxed(markdown: str) -> str:
 
 def _shown(markdown: str) -> str:
     """Markdown that is a result: its headings, links and pictures are not those of the chapter."""
-    return HEADING.sub(r"**\1**", _outside_code(markdown, lambda m: m["text"]))
+    return HEADING.sub(r"**\1**", unlinked(markdown))
+
+
+def unlinked(markdown: str) -> str:
+    """The text with every link and picture replaced by its words."""
+    return _outside_code(markdown, lambda m: m["text"])
 
 
 def _outside_code(markdown: str, change: Callable[[re.Match], str]) -> str:

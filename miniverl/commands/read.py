@@ -20,8 +20,6 @@ __all__ = ['JsonOption', 'cache_app', 'CacheArgument', 'doctor', 'plan', 'print_
 if TYPE_CHECKING:
     from miniverl.schemas.config import RunConfig
     from miniverl.schemas.trajectory import Trajectory
-else:
-    RunConfig = Trajectory = Any
 
 # %% ../../nbs/97a_commands.read.ipynb #options
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]

@@ -19,8 +19,6 @@ __all__ = ['ReportOption', 'OverwriteOption', 'OfflineOption', 'need_training', 
 # %% ../../nbs/97b_commands.work.ipynb #typing-names
 if TYPE_CHECKING:
     from miniverl.schemas.config import RunConfig
-else:
-    RunConfig = Any
 
 # %% ../../nbs/97b_commands.work.ipynb #require
 def need_training() -> None:
@@ -81,7 +79,7 @@ def load_recipe(recipe: Path, output: Path | None, run_id: str | None) -> RunCon
 # %% ../../nbs/97b_commands.work.ipynb #dry-run
 def dry_run(config: RunConfig, recipe: Path, *, overwrite: bool, as_json: bool) -> None:
     """Print what `train` would do; creates nothing."""
-    from miniverl.store import safe_name
+    from miniverl.portable import safe_name
 
     folder = Path(config.run.output_dir) / safe_name(config.run.run_id) if config.run.run_id else None
     taken = folder is not None and folder.exists() and not overwrite

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..core import CheckpointError, ConfigError, StoreError, UsageError, canonical_json, read_json
+from ..reporting.records import is_training_tag
 from ..schemas.config import RunConfig, deep_merge
 from ..store import RunDir, publish_new, run_lock, write_atomic
 from ..training.checkpoints import Checkpoint, latest_checkpoint, load_checkpoint, verify_checkpoint
@@ -18,8 +19,8 @@ from ..training.phases import Counters, Evaluate, Progress, RunContext, no_progr
 from ..training.setup import build_parts, new_context, torch_settings
 
 # %% auto #0
-__all__ = ['RESERVED_TAGS', 'recorded_config', 'evaluation_config', 'check_tag', 'result_place', 'chosen_checkpoint',
-           'checkpoint_record', 'evaluation_context', 'evaluate_run']
+__all__ = ['recorded_config', 'evaluation_config', 'check_tag', 'result_place', 'chosen_checkpoint', 'checkpoint_record',
+           'evaluation_context', 'evaluate_run']
 
 # %% ../../nbs/71_evaluation.evaluator.ipynb #run-config
 def recorded_config(run: RunDir) -> RunConfig:
@@ -57,12 +58,9 @@ def evaluation_config(config: RunConfig, *, split: str | None = None, tasks: int
     return RunConfig.from_mapping(deep_merge(config.to_mapping(), over), source="evaluation")
 
 # %% ../../nbs/71_evaluation.evaluator.ipynb #names
-RESERVED_TAGS = ("baseline", "cold-start", "final", "eval")
-
-
 def check_tag(tag: str) -> None:
     """UsageError for a tag that training or a benchmark writes."""
-    if tag in RESERVED_TAGS or tag.removeprefix("cycle").isdigit() or tag.startswith("benchmark-"):
+    if is_training_tag(tag) or tag == "eval" or tag.startswith("benchmark-"):
         raise UsageError(f"the tag {tag!r} belongs to training", hint="choose another, for example --tag recheck")
 
 

@@ -14,15 +14,13 @@ from ..schemas.trajectory import MODEL_SPANS, SPAN_COLOURS, SpanType
 
 # %% auto #0
 __all__ = ['SPAN_LABELS', 'INK', 'QUIET', 'GRID', 'ACCENT', 'PHASE_NAMES', 'STRIP_INCHES', 'render_svg', 'EvalPoint',
-           'tasks_text', 'learning_curve', 'LossSeries', 'running_median', 'loss_curve', 'seconds_text', 'phase_bars',
-           'StripSpan', 'tint', 'strip_cells', 'token_strip']
+           'percent_text', 'tasks_text', 'learning_curve', 'LossSeries', 'running_median', 'loss_curve', 'seconds_text',
+           'phase_bars', 'StripSpan', 'tint', 'strip_cells', 'token_strip']
 
 # %% ../../nbs/76_reporting.charts.ipynb #typing-names
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-else:
-    Axes = Figure = Any
 
 # %% ../../nbs/76_reporting.charts.ipynb #palette
 SPAN_LABELS: Mapping[str, str] = MappingProxyType(
@@ -117,7 +115,8 @@ def _steps_axis(axes: Axes, label: str = "optimizer steps") -> None:
     axes.set_xlabel(label)
 
 # %% ../../nbs/76_reporting.charts.ipynb #label-points
-def _percent(rate: float) -> str:
+def percent_text(rate: float) -> str:
+    """A rate for people: `87.5 %`, `100 %`."""
     return f"{100 * rate:.1f}".removesuffix(".0") + " %"
 
 
@@ -126,7 +125,7 @@ def _label_points(axes: Axes, points: Sequence[EvalPoint], at: Sequence[int]) ->
         point = points[index]
         last = index == len(points) - 1
         axes.annotate(
-            _percent(point.success),
+            percent_text(point.success),
             (point.step, 100 * point.success),
             xytext=(8, 0) if last else (0, -14 if point.success > 0.9 else 8),
             textcoords="offset points",
@@ -151,7 +150,7 @@ def tasks_text(points: Sequence[EvalPoint]) -> str:
 def learning_curve(points: Sequence[EvalPoint], *, cold_start_steps: int = 0, title: str = "Held-out success") -> str:
     """Success on held-out tasks against optimizer steps, as SVG text.
 
-    `cold_start_steps` is the length of a supervised warm-up before the first distillation step; it is shaded.
+    `cold_start_steps` is the length of a supervised cold start before the first distillation step; it is shaded.
     """
     points = sorted(points, key=lambda point: point.step)
 

@@ -20,8 +20,6 @@ __all__ = ['FileSummary', 'summarise', 'outcome', 'pick', 'visible', 'preview', 
 # %% ../../nbs/76b_reporting.inspect.ipynb #typing-names
 if TYPE_CHECKING:
     from rich.text import Text
-else:
-    Text = Any
 
 # %% ../../nbs/76b_reporting.inspect.ipynb #summary
 class FileSummary:

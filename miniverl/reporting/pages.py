@@ -3,12 +3,13 @@
 # %% ../../nbs/77_reporting.pages.ipynb #imports
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .charts import SPAN_LABELS, learning_curve, loss_curve, phase_bars
+from .charts import SPAN_LABELS, learning_curve, loss_curve, percent_text, phase_bars
 from .inspect import title_line, trajectory_svg, transcript_text
 from .records import RunRecords, at, cold_start_steps, describe_run, eval_points, load_run, loss_series, phase_seconds
 from ..schemas.trajectory import Trajectory, read_trajectories
@@ -22,7 +23,7 @@ __all__ = ['EVAL_ROWS', 'markdown_table', 'headline', 'glance', 'evaluation_colu
 
 # %% ../../nbs/77_reporting.pages.ipynb #cells
 def _percent(value: Any) -> str:
-    return "-" if value is None else f"{100 * float(value):.1f}".removesuffix(".0") + " %"
+    return "-" if value is None else percent_text(value)
 
 
 def _number(value: Any) -> str:
@@ -220,17 +221,10 @@ def episode_section(examples: Sequence[Trajectory]) -> str:
         return "No held-out episode was recorded."
     parts = []
     for number, item in enumerate(examples, start=1):
-        fence = "`" * max(3, _longest_ticks(text := transcript_text(item)) + 1)
+        text = transcript_text(item)
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
         parts.append(f"### {_plain(title_line(item))}\n\n![Tokens of {_plain(item.trajectory_id)}](report-tokens-{number}.svg)\n\n{fence}text\n{text}\n{fence}")
     return "\n\n".join(parts)
-
-
-def _longest_ticks(text: str) -> int:
-    best = run = 0
-    for char in text:
-        run = run + 1 if char == "`" else 0
-        best = max(best, run)
-    return best
 
 # %% ../../nbs/77_reporting.pages.ipynb #render
 def render(records: RunRecords, examples: Sequence[Trajectory] = (), *, max_tokens: int = 400) -> dict[str, str]:

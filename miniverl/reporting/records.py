@@ -12,12 +12,12 @@ from typing import Any
 import yaml
 
 from ..core import DataError, read_json, sha256_file
-from .charts import EvalPoint, LossSeries
+from .charts import EvalPoint, LossSeries, percent_text
 from ..store import RunDir, read_journal
 
 # %% auto #0
-__all__ = ['STEP_PHASES', 'METHOD_NAMES', 'RunRecords', 'at', 'load_run', 'eval_points', 'loss_series', 'cold_start_steps',
-           'phase_seconds', 'Change', 'success_change', 'describe_run', 'describe_change']
+__all__ = ['STEP_PHASES', 'METHOD_NAMES', 'RunRecords', 'at', 'load_run', 'is_training_tag', 'eval_points', 'loss_series',
+           'cold_start_steps', 'phase_seconds', 'Change', 'success_change', 'describe_run', 'describe_change']
 
 # %% ../../nbs/75_reporting.records.ipynb #run-records
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def load_run(path: str | Path) -> RunRecords:
     )
 
 # %% ../../nbs/75_reporting.records.ipynb #eval-points
-def _is_training_tag(tag: str) -> bool:
+def is_training_tag(tag: str) -> bool:
+    """Whether an evaluation of this name was made by the training run itself."""
     return tag in ("baseline", "cold-start", "final") or tag.removeprefix("cycle").isdigit()
 
 
@@ -105,7 +106,7 @@ def _point(record: Mapping[str, Any]) -> EvalPoint:
 
 def eval_points(records: RunRecords) -> list[EvalPoint]:
     """Held-out evaluations that the training run made, by optimizer step; falls back to the two in `eval.json`."""
-    found = [record for record in records.of_phase("eval") if _is_training_tag(str(record.get("tag", "")))]
+    found = [record for record in records.of_phase("eval") if is_training_tag(str(record.get("tag", "")))]
     if not found and records.result:
         found = [record for record in (records.result.get("baseline_eval"), records.result.get("eval")) if record]
     split = at(records.config, "eval.split")
@@ -123,7 +124,7 @@ def loss_series(records: RunRecords) -> list[LossSeries]:
 
 
 def cold_start_steps(records: RunRecords) -> int:
-    """Optimizer steps of the supervised warm-up that preceded the run's own mode."""
+    """Optimizer steps of the supervised cold start that preceded the run's own mode."""
     return max((int(record["step"]) for record in records.of_phase("sft_warmup")), default=0)
 
 
@@ -168,7 +169,7 @@ METHOD_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def _rate(point: EvalPoint) -> str:
-    return f"{100 * point.success:.1f}".removesuffix(".0") + f" % ({round(point.success * point.tasks)} of {point.tasks})"
+    return f"{percent_text(point.success)} ({round(point.success * point.tasks)} of {point.tasks})"
 
 
 def describe_run(records: RunRecords) -> str:
