@@ -384,18 +384,6 @@ class RunDir(_RunFiles):
             raise StoreError(f"{path} is not a run directory", hint="give the directory that `miniverl train` printed")
         return run
 
-    @classmethod
-    def create(cls, output_dir: _Pathish, run_id: str, *, overwrite: bool = False) -> Self:
-        """Make `<output_dir>/<run_id>`; StoreError if it exists, unless it is an older run to overwrite."""
-        run = cls(Path(output_dir) / safe_name(run_id))
-        with _told(run.path):
-            run.path.parent.mkdir(parents=True, exist_ok=True)
-            if overwrite and not run.path.is_symlink() and (run.is_run() or run.path.is_dir() and not os.listdir(run.path)):
-                run.discard()
-            run.path.mkdir()
-            fsync_dir(run.path.parent)
-        return run
-
     def discard(self) -> None:
         """Delete the directory; the name is free at once, also if a crash interrupts the deletion."""
         _drop_dir(self.path)

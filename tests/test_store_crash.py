@@ -165,11 +165,11 @@ CASES = {
     "recover_dir": Case(
         lambda f: (make_dir(f / ".bak-final", "o"), make_dir(f / "final", "n")), lambda f: store.recover_dir(f / "final"), replaced, 3
     ),
-    "overwriting a run": Case(
-        lambda f: store.write_atomic(store.RunDir.create(f, "run").config_validated, "old"),
-        lambda f: store.RunDir.create(f, "run", overwrite=True),
+    "discarding a run": Case(
+        lambda f: ((f / "run").mkdir(), store.write_atomic(store.RunDir(f / "run").config_validated, "old")),
+        lambda f: store.RunDir(f / "run").discard(),
         state_of_run,
-        4,
+        3,
     ),
     "Journal.append": Case(journal_of(1), append_three, state_of_journal, 8),
     "Journal.truncate": Case(journal_of(5), cut_to_one, state_of_journal, 4),

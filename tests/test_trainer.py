@@ -286,6 +286,14 @@ def test_training_happens_once(runs):
     assert second.final_checkpoint["weights_digest"] == result.final_checkpoint["weights_digest"]
 
 
+def test_overwriting_spares_a_folder_that_is_no_run(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("precious")
+    with pytest.raises(StoreError, match="exists already"):
+        OPDTrainer(tiny(tmp_path, "thesis"), overwrite=True)
+    assert (tmp_path / "thesis" / "chapter.txt").read_text() == "precious"
+
+
 def test_two_threads_exclude_each_other(runs, monkeypatch):
     inside, go = threading.Event(), threading.Event()
 
