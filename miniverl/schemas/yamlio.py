@@ -232,7 +232,7 @@ def validated(model: type[_Record], data: Any, source: str = "", lines: Mapping[
     except ValidationError as error:
         found = list(_faults(model, error, data))
     sentences = [sentence + _place(path, source, lines or {}) for path, sentence, _ in found]
-    hint = next((hint for _, _, hint in found if hint), "see the table of fields in the chapter on configuration")
+    hint = next((hint for _, _, hint in found if hint), "nbs/02_schemas.config_sections.ipynb has the table of fields")
     raise ConfigError("; ".join(sentences), hint=hint)
 
 # %% ../../nbs/02a_schemas.yamlio.ipynb #validated-place
