@@ -16,7 +16,7 @@ from miniverl.reporting import charts
 from miniverl.reporting.inspect import transcript_text
 from miniverl.reporting.pages import choose_examples, render, write_report
 from miniverl.reporting.records import RunRecords, describe_change, eval_points, load_run, success_change
-from miniverl.schemas.trajectory import MODEL_SPANS, SPAN_COLOURS
+from miniverl.schemas.trajectory import MODEL_SPANS, SPAN_COLOURS, Span
 
 
 def tree(folder):
@@ -130,7 +130,9 @@ def test_examples_show_failures_but_not_only():
 
 
 def test_strip_marks_what_the_model_wrote():
-    spans = [charts.StripSpan("system", 0, 4), charts.StripSpan("assistant_final", 4, 6)]
+    spans = [
+        Span(span_type=kind, start=start, end=end, turn_id=0) for kind, start, end in (("system", 0, 4), ("assistant_final", 4, 6))
+    ]
     cells = charts.strip_cells(spans)
     assert (
         cells[4:] == [SPAN_COLOURS["assistant_final"]] * 2

@@ -10,12 +10,12 @@ from statistics import median
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..schemas.trajectory import MODEL_SPANS, SPAN_COLOURS, SpanType
+from ..schemas.trajectory import MODEL_SPANS, SPAN_COLOURS, Span, SpanType
 
 # %% auto #0
 __all__ = ['SPAN_LABELS', 'INK', 'QUIET', 'GRID', 'ACCENT', 'PHASE_NAMES', 'STRIP_INCHES', 'render_svg', 'EvalPoint',
            'percent_text', 'tasks_text', 'learning_curve', 'LossSeries', 'running_median', 'loss_curve', 'seconds_text',
-           'phase_bars', 'StripSpan', 'tint', 'strip_cells', 'token_strip']
+           'phase_bars', 'tint', 'span_fill', 'strip_cells', 'token_strip']
 
 # %% ../../nbs/76_reporting.charts.ipynb #typing-names
 if TYPE_CHECKING:
@@ -254,46 +254,34 @@ def phase_bars(seconds: Mapping[str, float], *, title: str = "Where the time wen
     return render_svg(6.4, 0.75 + 0.3 * max(len(rows), 1), paint, title=title)
 
 # %% ../../nbs/76_reporting.charts.ipynb #strip-geometry
-@dataclass(frozen=True)
-class StripSpan:
-    """A half-open token range `[start, end)` of one span type."""
-
-    span_type: str
-    start: int
-    end: int
-
-
 def tint(colour: str, amount: float) -> str:
     """Mix a `#rrggbb` colour with white; `amount` 1 keeps it, 0 gives white."""
     parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(255 - (255 - part) * amount):02x}" for part in parts)
 
 
-def strip_cells(spans: Sequence[StripSpan], intensity: Mapping[int, float] | None = None) -> list[str]:
-    """Fill colour of every token, in order. Given tokens are pale; a model token without an intensity is solid."""
-    cells: list[str] = []
-    for span in spans:
-        own = span.span_type in MODEL_SPANS
-        for position in range(span.start, span.end):
-            amount = 0.30
-            if own:
-                amount = 0.25 + 0.75 * min(max(intensity.get(position, 0.0), 0.0), 1.0) if intensity is not None else 1.0
-            cells.append(tint(SPAN_COLOURS[SpanType(span.span_type)], amount))
-    return cells
+def span_fill(kind: SpanType) -> str:
+    """Fill colour of a span type: solid where the model wrote it, pale where it was given."""
+    return SPAN_COLOURS[kind] if kind in MODEL_SPANS else tint(SPAN_COLOURS[kind], 0.30)
+
+
+def strip_cells(spans: Sequence[Span]) -> list[str]:
+    """Fill colour of every token, in order."""
+    return [span_fill(span.span_type) for span in spans for _ in range(span.start, span.end)]
 
 # %% ../../nbs/76_reporting.charts.ipynb #strip-legend
 STRIP_INCHES = 7.68
 
 
-def _strip_legend(axes: Axes, spans: Sequence[StripSpan], width: int, row: float) -> None:
+def _strip_legend(axes: Axes, spans: Sequence[Span], width: int, row: float) -> None:
     """Names and token counts of the types that occur, in palette order, below the last line."""
     x = 0.0
-    for kind, colour in SPAN_COLOURS.items():
+    for kind in SPAN_COLOURS:
         count = sum(span.end - span.start for span in spans if span.span_type == kind)
         if not count:
             continue
         own = kind in MODEL_SPANS
-        axes.add_patch(_cells([(x, row)], colour if own else tint(colour, 0.30)))
+        axes.add_patch(_cells([(x, row)], span_fill(kind)))
         axes.text(x + 1.4, row + 0.5, f"{SPAN_LABELS[kind]} {count}", va="center", fontsize=9, fontweight="bold" if own else "normal")
         letters = len(SPAN_LABELS[kind]) + 1 + len(str(count))
         x += (0.45 + (0.078 if own else 0.068) * letters) * width / STRIP_INCHES
@@ -311,24 +299,15 @@ def _cells(corners: Sequence[tuple[float, float]], colour: str) -> Any:
 _SQUARE = ((0.06, 0.12), (0.94, 0.12), (0.94, 0.88), (0.06, 0.88), (0.06, 0.12))
 
 # %% ../../nbs/76_reporting.charts.ipynb #token-strip
-def token_strip(spans: Sequence[StripSpan], intensity: Mapping[int, float] | None = None, *, width: int = 72, title: str = "Tokens of one trajectory") -> str:
-    """One cell per token, coloured by span type, `width` cells a line, as SVG text.
-
-    Parameters
-    ----------
-    spans
-        Spans in token order, tiling `[0, n)`.
-    intensity
-        Optional map from token position to a value in [0, 1]; shades the tokens that the model wrote.
-    """
-    cells = strip_cells(spans, intensity)
+def token_strip(spans: Sequence[Span], *, width: int = 72, title: str = "Tokens of one trajectory") -> str:
+    """One cell per token of `spans`, which tile `[0, n)`, coloured by span type, `width` cells a line, as SVG text."""
+    cells = strip_cells(spans)
     lines = max(-(-len(cells) // width), 1)
     height = 0.62 + 0.13 * (lines + 2.2)
 
     def paint(figure: Figure) -> None:
         trained = sum(span.end - span.start for span in spans if span.span_type in MODEL_SPANS)
-        shade = "solid" if intensity is None else "shaded by value"
-        _heading(figure, title, f"{len(cells)} tokens, of which {trained} the model wrote ({shade}) and can be trained on")
+        _heading(figure, title, f"{len(cells)} tokens, of which {trained} the model wrote (solid) and can be trained on")
         axes = figure.add_axes((0.02, 0.02, 0.96, 1 - 0.62 / height))
         axes.set_axis_off()
         axes.set_xlim(0, width)

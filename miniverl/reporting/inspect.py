@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ..agent.stats import RolloutStats
 from ..core import UsageError
-from .charts import SPAN_LABELS, StripSpan, token_strip
-from ..schemas.trajectory import MODEL_SPANS, SPAN_COLOURS, SpanType, Trajectory, read_trajectories
+from .charts import SPAN_LABELS, token_strip
+from ..schemas.trajectory import MODEL_SPANS, SPAN_COLOURS, Span, SpanType, Trajectory, read_trajectories
 
 # %% auto #0
 __all__ = ['FileSummary', 'summarise', 'outcome', 'pick', 'visible', 'preview', 'span_rows', 'transcript_lines', 'title_line',
-           'transcript_text', 'painted', 'print_transcript', 'strip_spans', 'trajectory_svg']
+           'transcript_text', 'painted', 'print_transcript', 'first_spans', 'trajectory_svg']
 
 # %% ../../nbs/76b_reporting.inspect.ipynb #typing-names
 if TYPE_CHECKING:
@@ -172,13 +172,12 @@ def print_transcript(trajectory: Trajectory, stream: TextIO, *, limit: int = 12,
     console.print(painted(trajectory, limit=limit))
 
 # %% ../../nbs/76b_reporting.inspect.ipynb #strip
-def strip_spans(trajectory: Trajectory, *, max_tokens: int | None = None) -> list[StripSpan]:
-    """Span types and ranges of the first `max_tokens` tokens."""
-    end = len(trajectory.token_ids) if max_tokens is None else max_tokens
-    return [StripSpan(str(s.span_type), s.start, min(s.end, end)) for s in trajectory.spans if s.start < end]
+def first_spans(trajectory: Trajectory, tokens: int) -> list[Span]:
+    """The spans that tile the first `tokens` tokens."""
+    return [s.model_copy(update={"end": min(s.end, tokens)}) for s in trajectory.spans if s.start < tokens]
 
 
-def trajectory_svg(trajectory: Trajectory, *, max_tokens: int = 400, intensity: dict[int, float] | None = None) -> str:
+def trajectory_svg(trajectory: Trajectory, *, max_tokens: int = 400) -> str:
     """The token strip of one trajectory, titled with its id and outcome, as SVG text."""
     title = f"{trajectory.trajectory_id}: {outcome(trajectory)}"
-    return token_strip(strip_spans(trajectory, max_tokens=max_tokens), intensity, title=title)
+    return token_strip(first_spans(trajectory, max_tokens), title=title)
