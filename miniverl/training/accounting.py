@@ -16,9 +16,9 @@ from ..schemas.trajectory import Trajectory
 from ..store import Journal, RunDir, read_journal
 
 # %% auto #0
-__all__ = ['PHASES', 'TRAIN_PHASES', 'TIME_FIELDS', 'PhaseClock', 'train_seconds', 'clock_state', 'restore_clock', 'phase_table',
-           'RunTotals', 'run_ratios', 'totals_state', 'restore_totals', 'totals_of', 'finite', 'metric_record',
-           'without_time', 'mean_by_label', 'RunLog']
+__all__ = ['PHASES', 'TRAIN_PHASES', 'TIME_FIELDS', 'PhaseClock', 'train_seconds', 'clock_state', 'restore_clock', 'RunTotals',
+           'run_ratios', 'totals_state', 'restore_totals', 'totals_of', 'finite', 'metric_record', 'without_time',
+           'mean_by_label', 'RunLog']
 
 # %% ../../nbs/61_training.accounting.ipynb #phases
 PHASES: tuple[str, ...] = ("teacher_prep", "rollout", "score", "update", "eval")
@@ -77,14 +77,6 @@ def restore_clock(clock: PhaseClock, state: Mapping[str, Mapping[str, float]]) -
     clock.wall_seconds = {phase: float(state["wall"][phase]) for phase in PHASES}
     clock.cpu_seconds = {phase: float(state["cpu"][phase]) for phase in PHASES}
 
-
-def phase_table(clock: PhaseClock) -> str:
-    """The phases as a Markdown table."""
-    rows = [(phase, clock.wall_seconds[phase], clock.cpu_seconds[phase]) for phase in PHASES]
-    rows.append(("*train* = rollout + score + update", train_seconds(clock.wall_seconds), train_seconds(clock.cpu_seconds)))
-    lines = [f"| {name} | {wall:.2f} | {cpu:.2f} |" for name, wall, cpu in rows]
-    return "\n".join(["| phase | wall s | CPU s |", "|---|---:|---:|", *lines])
-
 # %% ../../nbs/61_training.accounting.ipynb #run-totals
 @dataclass
 class RunTotals:
@@ -119,7 +111,7 @@ class RunTotals:
 
 # %% ../../nbs/61_training.accounting.ipynb #totals-views
 def run_ratios(totals: RunTotals) -> dict[str, float | None]:
-    """Selected share of all model-generated training tokens, and teacher-queried share of those in cycles with a teacher.
+    """Selected share of all model-generated training tokens, and teacher-queried share of those with a teacher.
 
     None where there is nothing to divide.
     """
@@ -153,7 +145,8 @@ def totals_of(records: Iterable[Mapping[str, Any]]) -> RunTotals:
 
 # %% ../../nbs/61_training.accounting.ipynb #finite
 TIME_FIELDS: frozenset[str] = frozenset({
-    "ts", "seconds", "cpu_seconds", "train_selected_tokens_per_second", "rollout_tokens_per_second", "memory", "phase_seconds",
+    "ts", "seconds", "cpu_seconds", "train_selected_tokens_per_second", "rollout_tokens_per_second", "memory",
+    "phase_seconds",
 })
 
 
@@ -199,7 +192,9 @@ class RunLog:
         self._open: dict[str, Journal] = {}
 
     def _journal(self, name: str) -> Journal:
-        return self._open[name] if name in self._open else self._open.setdefault(name, Journal(getattr(self._run, name)))
+        if name not in self._open:
+            self._open[name] = Journal(getattr(self._run, name))
+        return self._open[name]
 
     def metric(self, record: Mapping[str, Any]) -> None:
         """Append a record made by `metric_record`."""
@@ -211,8 +206,9 @@ class RunLog:
 
     def trajectories(self, records: Iterable[Trajectory], *, evaluation: bool = False) -> None:
         """Append episodes to the training or the evaluation journal."""
+        journal = self._journal("eval_trajectories" if evaluation else "trajectories")
         for record in records:
-            self._journal("eval_trajectories" if evaluation else "trajectories").append({"schema_version": 1, **record.model_dump(mode="json", exclude_defaults=True)})
+            journal.append({"schema_version": 1, **record.model_dump(mode="json", exclude_defaults=True)})
 
     def positions(self) -> dict[str, int]:
         """Synced length of every journal in bytes."""

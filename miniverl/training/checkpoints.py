@@ -88,7 +88,8 @@ def encode_rng(state: Mapping[str, Any]) -> dict[str, Any]:
     name, key, position, has_gauss, cached = state["numpy"]
     return {
         "python": {"version": version, "words": _pack(words, "<u4"), "gauss": gauss},
-        "numpy": {"name": name, "key": _pack(key, "<u4"), "position": int(position), "has_gauss": int(has_gauss), "cached": float(cached)},
+        "numpy": {"name": name, "key": _pack(key, "<u4"), "position": int(position), "has_gauss": int(has_gauss),
+                  "cached": float(cached)},
         "torch": _pack(state["torch"].numpy(), "u1"),
         "cuda": [_pack(device.cpu().numpy(), "u1") for device in state["cuda"]],
     }
@@ -99,7 +100,8 @@ def decode_rng(data: Mapping[str, Any]) -> dict[str, Any]:
     own, other = data["python"], data["numpy"]
     return {
         "python": (own["version"], tuple(_unpack(own["words"], "<u4").tolist()), own["gauss"]),
-        "numpy": (other["name"], _unpack(other["key"], "<u4").astype(np.uint32), other["position"], other["has_gauss"], other["cached"]),
+        "numpy": (other["name"], _unpack(other["key"], "<u4").astype(np.uint32), other["position"], other["has_gauss"],
+                  other["cached"]),
         "torch": torch.from_numpy(_unpack(data["torch"], "u1").copy()),
         "cuda": [torch.from_numpy(_unpack(device, "u1").copy()) for device in data["cuda"]],
     }
@@ -107,12 +109,15 @@ def decode_rng(data: Mapping[str, Any]) -> dict[str, Any]:
 # %% ../../nbs/63_training.checkpoints.ipynb #describe
 def backend_identity(backend: Backend) -> dict[str, Any]:
     """Whose weights these are: backend, model, revision, shape and tokenizer."""
-    return {"backend": backend.name, "student": backend.identity(), "tokenizer_fingerprint": backend.tokenizer.fingerprint}
+    return {"backend": backend.name, "student": backend.identity(),
+            "tokenizer_fingerprint": backend.tokenizer.fingerprint}
 
 
-def _content_digest(files: Mapping[str, Mapping[str, Any]], identity: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+def _content_digest(files: Mapping[str, Mapping[str, Any]], identity: Mapping[str, Any],
+                    state: Mapping[str, Any]) -> str:
     lasting = {key: value for key, value in state.items() if key != "record"}
-    return digest({"files": {name: files[name]["sha256"] for name in _TENSOR_FILES}, "identity": identity, "state": lasting})
+    return digest({"files": {name: files[name]["sha256"] for name in _TENSOR_FILES}, "identity": identity,
+                   "state": lasting})
 
 
 def _file_entry(path: Path) -> dict[str, Any]:
@@ -123,13 +128,15 @@ def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
 
 # %% ../../nbs/63_training.checkpoints.ipynb #save-checkpoint
-def save_checkpoint(folder: Path, name: str, *, backend: Backend, optimizer: AdamW, state: Mapping[str, Any]) -> Checkpoint:
+def save_checkpoint(folder: Path, name: str, *, backend: Backend, optimizer: AdamW,
+                    state: Mapping[str, Any]) -> Checkpoint:
     """Write a complete checkpoint to ``folder/name``, replacing one of that name.
 
     Parameters
     ----------
     state : mapping
-        JSON-able; must hold `global_step`, `parameter_version` and `cycle`. Its `record` is left out of the content digest.
+        JSON-able; must hold `global_step`, `parameter_version` and `cycle`. Its `record` is left out of the
+        content digest.
 
     Raises
     ------
@@ -154,7 +161,8 @@ def save_checkpoint(folder: Path, name: str, *, backend: Backend, optimizer: Ada
     return Checkpoint(final, dict(state), manifest)
 
 # %% ../../nbs/63_training.checkpoints.ipynb #read-checkpoint
-def _refuse(path: Path, problem: str, hint: str = "delete this directory to use an earlier checkpoint") -> CheckpointError:
+def _refuse(path: Path, problem: str,
+            hint: str = "delete this directory to use an earlier checkpoint") -> CheckpointError:
     return CheckpointError(f"checkpoint {path}: {problem}", hint=hint)
 
 
@@ -164,7 +172,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         manifest, state = read_json(path / "checkpoint.json"), read_json(path / "state.json")
     except DataError as error:
         raise _refuse(path, f"incomplete or damaged ({error.message})") from error
-    if not isinstance(manifest, dict) or not isinstance(state, dict) or set(manifest) != _MANIFEST or manifest["schema_version"] != 1:
+    records = isinstance(manifest, dict) and isinstance(state, dict)
+    if not records or set(manifest) != _MANIFEST or manifest["schema_version"] != 1:
         raise _refuse(path, "checkpoint.json has other fields than this version writes")
     if manifest["complete"] is not True:
         raise _refuse(path, "checkpoint.json does not say that it is complete")
@@ -201,17 +210,19 @@ def _load_weights(found: Checkpoint, backend: Backend, device: str) -> None:
     tensors = load_file(found.path / "adapter.safetensors", device=device)
     own = backend.trainable_parameters()
     if odd := sorted(own.keys() ^ tensors.keys()):
-        raise _refuse(found.path, f"{odd[0]!r} is a parameter on one side only ({len(odd)} such names)", "the model of the recipe is another one")
+        raise _refuse(found.path, f"{odd[0]!r} is a parameter on one side only ({len(odd)} such names)",
+                      "the model of the recipe is another one")
     for name, tensor in tensors.items():
         if own[name].shape != tensor.shape or own[name].dtype != tensor.dtype:
-            raise _refuse(found.path, f"{name!r} is {tuple(tensor.shape)} {tensor.dtype}, the model has {tuple(own[name].shape)} "
-                                      f"{own[name].dtype}", "the model of the recipe has another shape")
+            raise _refuse(found.path, f"{name!r} is {tuple(tensor.shape)} {tensor.dtype}, the model has "
+                          f"{tuple(own[name].shape)} {own[name].dtype}", "the model of the recipe has another shape")
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
 
 # %% ../../nbs/63_training.checkpoints.ipynb #load-checkpoint
-def load_checkpoint(path: str | Path, *, backend: Backend, optimizer: AdamW | None = None, device: torch.device | str | None = None,
+def load_checkpoint(path: str | Path, *, backend: Backend, optimizer: AdamW | None = None,
+                    device: torch.device | str | None = None,
                     include_optimizer: bool = True, include_rng: bool = True) -> Checkpoint:
     """Verify a checkpoint and put its content into a model, an optimizer and the global generators.
 
@@ -235,12 +246,14 @@ def load_checkpoint(path: str | Path, *, backend: Backend, optimizer: AdamW | No
     saved, own = dict(found.manifest["identity"]), backend_identity(backend)
     for key in own if include_optimizer else ("backend", "tokenizer_fingerprint"):
         if saved.get(key) != own[key]:
-            raise _refuse(found.path, f"it was written for {key} = {saved.get(key)!r}, this is {own[key]!r}", "use the recipe of the run that wrote it")
+            raise _refuse(found.path, f"it was written for {key} = {saved.get(key)!r}, this is {own[key]!r}",
+                          "use the recipe of the run that wrote it")
     if include_optimizer and optimizer is None:
         raise CheckpointError("a whole load needs the optimizer", hint="pass it, or load with include_optimizer=False")
     _load_weights(found, backend, str(device or backend.device))
     if include_optimizer and optimizer is not None:
-        load_state_tensors(optimizer, load_file(found.path / "optimizer.safetensors"), int(found.state["optimizer_steps"]))
+        load_state_tensors(optimizer, load_file(found.path / "optimizer.safetensors"),
+                           int(found.state["optimizer_steps"]))
     if include_rng:
         restore_rng(decode_rng(found.state["rng"]))
     return found
@@ -280,6 +293,7 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
     best = found[-1]
     for other in found:
         if other.global_step == best.global_step and other.weights_digest != best.weights_digest:
-            raise CheckpointError(f"{other.path.name} and {best.path.name} in {folder} are both at step {best.global_step} "
-                                  "but hold different weights", hint="delete the one that does not belong to this run")
+            raise CheckpointError(
+                f"{other.path.name} and {best.path.name} in {folder} are both at step {best.global_step} "
+                "but hold different weights", hint="delete the one that does not belong to this run")
     return verify_checkpoint(best.path)

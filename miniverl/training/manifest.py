@@ -17,8 +17,9 @@ from ..schemas.config import RunConfig
 from ..store import RunDir, run_lock
 
 # %% auto #0
-__all__ = ['PACKAGES', 'STATUSES', 'hardware_record', 'environment_record', 'effective_top_k', 'objective_record',
-           'measurement_status', 'start_manifest', 'expected_artifacts', 'observed_status']
+__all__ = ['PACKAGES', 'STATUSES', 'hardware_record', 'environment_record', 'needs_teacher', 'keeps_teacher_hidden',
+           'effective_top_k', 'objective_record', 'measurement_status', 'start_manifest', 'expected_artifacts',
+           'observed_status']
 
 # %% ../../nbs/59_training.manifest.ipynb #hardware
 PACKAGES: tuple[str, ...] = ("torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "pydantic")
@@ -75,6 +76,16 @@ def environment_record(*, device: str, threads: int, deterministic: bool) -> dic
         "deterministic": deterministic,
     }
 
+# %% ../../nbs/59_training.manifest.ipynb #asks
+def needs_teacher(config: RunConfig) -> bool:
+    """Whether any cycle of the run asks a teacher."""
+    return config.run.mode != "sft" and config.train.cycles > 0
+
+
+def keeps_teacher_hidden(config: RunConfig) -> bool:
+    """Exact distillation on-policy: the teacher's hidden states stay in memory and nothing is stored."""
+    return config.run.mode == "opd" and config.loss.mode == "exact_full_vocab"
+
 # %% ../../nbs/59_training.manifest.ipynb #objective
 def effective_top_k(config: RunConfig, vocab_size: int) -> int:
     """Teacher tokens kept per position: all of them in exact mode."""
@@ -109,7 +120,8 @@ def measurement_status(device: str) -> dict[str, str]:
             "simulated_results": "none"}
 
 # %% ../../nbs/59_training.manifest.ipynb #start-manifest
-def start_manifest(config: RunConfig, *, run_id: str, environment: Mapping[str, Any], task_environment: Mapping[str, Any],
+def start_manifest(config: RunConfig, *, run_id: str, environment: Mapping[str, Any],
+                   task_environment: Mapping[str, Any],
                    split_sizes: Mapping[str, int], models: Mapping[str, Any], vocab_size: int,
                    digests: Mapping[str, str]) -> dict[str, Any]:
     """The content of `manifest.start.json`.
@@ -129,11 +141,14 @@ def start_manifest(config: RunConfig, *, run_id: str, environment: Mapping[str, 
     return {
         "schema_version": 3, "run_id": run_id, "created_at": utc_now(), "miniverl_version": miniverl.__version__,
         "git_commit": environment["git_commit"], "python": environment["python"], "packages": environment["packages"],
-        "hardware": environment["hardware"], "device": environment["device"], "torch_threads": environment["torch_threads"],
-        "mode": str(config.run.mode), "objective": objective_record(config, vocab_size), "is_on_policy": config.is_on_policy,
+        "hardware": environment["hardware"], "device": environment["device"],
+        "torch_threads": environment["torch_threads"],
+        "mode": str(config.run.mode), "objective": objective_record(config, vocab_size),
+        "is_on_policy": config.is_on_policy,
         "opd_freshness": str(config.train.opd_freshness) if config.run.mode == "opd" else None, "seed": config.run.seed,
         "environment": {"name": section.name, "params": dict(section.params), "difficulty": str(section.difficulty),
-                        "split_seed": section.split_seed, "split_sizes": dict(split_sizes), "provenance": dict(task_environment)},
+                        "split_seed": section.split_seed, "split_sizes": dict(split_sizes),
+                        "provenance": dict(task_environment)},
         "models": dict(models), "planned_optimizer_steps": config.total_steps, "config_digests": dict(digests),
         "measurement_status": measurement_status(environment["device"]), "warnings": list(config.warnings()),
         "expected_artifacts": expected_artifacts(config),
@@ -143,9 +158,10 @@ def start_manifest(config: RunConfig, *, run_id: str, environment: Mapping[str, 
 def expected_artifacts(config: RunConfig) -> list[str]:
     """Names, relative to the run directory, that a completed run of this recipe has."""
     names = ["config.original.yaml", "config.resolved.yaml", "environment.json", "manifest.json", "manifest.start.json",
-             "metrics.jsonl", "events.jsonl", "trajectories.jsonl", "eval_trajectories.jsonl", "eval.json", "checkpoints/final"]
-    taught = config.run.mode != "sft" and config.train.cycles > 0
-    if taught and config.cache.dir is None and not (config.run.mode == "opd" and config.loss.mode == "exact_full_vocab"):
+             "metrics.jsonl", "events.jsonl", "trajectories.jsonl", "eval_trajectories.jsonl", "eval.json",
+             "checkpoints/final"]
+    taught = needs_teacher(config)
+    if taught and config.cache.dir is None and not keeps_teacher_hidden(config):
         names.append("teacher-cache")
     if taught and config.run.mode == "offline_kd":
         names.append("offline-dataset")

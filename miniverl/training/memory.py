@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,9 +18,10 @@ __all__ = ['capture_rng', 'restore_rng', 'seed_everything', 'is_out_of_memory', 
 
 # %% ../../nbs/62_training.memory.ipynb #capture-rng
 def capture_rng() -> dict[str, Any]:
-    """State of the global generators: ``python``, ``numpy``, ``torch`` and ``cuda`` (a list, empty without a device)."""
+    """State of the global generators: ``python``, ``numpy``, ``torch``, and ``cuda`` as a list, one per device."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": devices}
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(),
+            "cuda": devices}
 
 
 def restore_rng(state: dict[str, Any]) -> None:
@@ -83,10 +84,20 @@ class MemoryGuard:
         self.history.append({"chunk_size": chunk, "rows": rows})
         return True
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the guard."""
+        return {"chunk_size": self.chunk_size, "rows": self.rows, "retries_used": self.retries_used,
+                "history": list(self.history)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue with the sizes of a checkpoint."""
+        self.chunk_size, self.rows, self.retries_used = state["chunk_size"], state["rows"], state["retries_used"]
+        self.history = list(state["history"])
+
 # %% ../../nbs/62_training.memory.ipynb #run-guarded
 def run_guarded(guard: MemoryGuard, work: Callable[[int, int], _T], *, zero_grad: Callable[[], None],
                 on_retry: Callable[[MemoryGuard], None] | None = None) -> _T:
-    """Run ``work(chunk_size, rows)``, a forward and backward pass, and repeat it with smaller sizes when memory runs out.
+    """Run ``work(chunk_size, rows)``, a forward and backward pass; with smaller sizes again when memory runs out.
 
     Raises
     ------

@@ -63,7 +63,8 @@ def unique_ids(names: Iterable[str]) -> list[str]:
 # %% ../../nbs/64_training.offline.ipynb #targets-digest
 def targets_digest(targets: TeacherTargets) -> str:
     """SHA-256 over names and bytes of one target record, independent of how it was stored."""
-    out = hashlib.sha256(f"{targets.trajectory_id}|{targets.policy_version}|{targets.tail_is_exact_zero}|{targets.span_types}".encode())
+    head = (targets.trajectory_id, targets.policy_version, targets.tail_is_exact_zero, targets.span_types)
+    out = hashlib.sha256("|".join(map(str, head)).encode())
     for name in ("positions", "target_token_ids", "weights", "topk_indices", "topk_log_probs", "tail_log_prob"):
         array = getattr(targets, name)
         out.update(f"|{name}|{array.dtype.str}|{array.shape}|".encode())
@@ -109,7 +110,8 @@ def _dataset_digest(traces_sha256: str, targets: dict[str, TeacherTargets]) -> s
     return digest({"trajectories": traces_sha256, "targets": {name: targets_digest(t) for name, t in targets.items()}})
 
 # %% ../../nbs/64_training.offline.ipynb #create-dataset
-def create_dataset(path: Path, trajectories: Sequence[Trajectory], scored: Iterable[str], cache: TeacherCache) -> OfflineDataset:
+def create_dataset(path: Path, trajectories: Sequence[Trajectory], scored: Iterable[str],
+                   cache: TeacherCache) -> OfflineDataset:
     """Publish a data set whose targets have been written to `cache` and flushed.
 
     Parameters
@@ -128,7 +130,8 @@ def create_dataset(path: Path, trajectories: Sequence[Trajectory], scored: Itera
     targets = _read_targets(cache, scored)
     text = "".join(t.to_line() + "\n" for t in trajectories)
     name = _dataset_digest(sha256_bytes(text), targets)
-    manifest = {"schema_version": 1, "digest": name, "trajectories": len(ids), "trajectories_sha256": sha256_bytes(text),
+    manifest = {"schema_version": 1, "digest": name, "trajectories": len(ids),
+                "trajectories_sha256": sha256_bytes(text),
                 "scored": sorted(targets), "positions": sum(len(t) for t in targets.values())}
     staging = path.parent / f".tmp-{path.name}-{os.getpid()}"
     shutil.rmtree(staging, ignore_errors=True)
@@ -152,7 +155,8 @@ def load_dataset(path: Path, cache: TeacherCache, expected_digest: str | None = 
     manifest = read_json(path / "manifest.json")
     traces = sha256_file(path / _TRACES)
     if not isinstance(manifest, dict) or manifest.get("trajectories_sha256") != traces:
-        raise DataError(f"{path / _TRACES} is not what its manifest recorded", hint="the offline data set was changed; start a new run")
+        raise DataError(f"{path / _TRACES} is not what its manifest recorded",
+                        hint="the offline data set was changed; start a new run")
     targets = _read_targets(cache, manifest["scored"])
     actual = _dataset_digest(traces, targets)
     for known, where in ((manifest["digest"], "its manifest"), (expected_digest or actual, "the checkpoint")):

@@ -105,7 +105,8 @@ class AdamW:
 
 # %% ../../nbs/60_training.optim.ipynb #adamw-update
 @torch.no_grad()
-def _adamw_update(live: Mapping[str, nn.Parameter], first: list[Tensor], second: list[Tensor], lr: float, spec: AdamW) -> None:
+def _adamw_update(live: Mapping[str, nn.Parameter], first: list[Tensor], second: list[Tensor], lr: float,
+                  spec: AdamW) -> None:
     """One in-place AdamW update of `live` and its moments."""
     beta1, beta2 = spec.betas
     parameters: list[Tensor] = list(live.values())
@@ -139,8 +140,9 @@ def load_state_tensors(optimizer: AdamW, tensors: Mapping[str, Tensor], steps: i
     """
     own = state_tensors(optimizer)
     if odd := sorted(own.keys() ^ tensors.keys()):
-        raise CheckpointError(f"the saved optimizer state does not fit: {odd[0]!r} is on one side only ({len(odd)} such names)",
-                              hint="load weights only, or use the recipe that wrote the checkpoint")
+        raise CheckpointError(
+            f"the saved optimizer state does not fit: {odd[0]!r} is on one side only ({len(odd)} such names)",
+            hint="load weights only, or use the recipe that wrote the checkpoint")
     for name, tensor in tensors.items():
         if own[name].shape != tensor.shape:
             raise CheckpointError(f"the saved optimizer state {name!r} has shape {tuple(tensor.shape)}, "
@@ -158,8 +160,10 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], section: TrainSectio
         If the recipe asks for an optimizer that is not built, or nothing can be trained.
     """
     if section.optimizer != "adamw":
-        raise ConfigError(f"train.optimizer = {section.optimizer!s} is not built yet", hint="set train.optimizer: adamw")
+        raise ConfigError(f"train.optimizer = {section.optimizer!s} is not built yet",
+                          hint="set train.optimizer: adamw")
     if not parameters:
-        raise ConfigError("the student has no trainable parameter", hint="enable models.student.lora or train all weights")
+        raise ConfigError("the student has no trainable parameter",
+                          hint="enable models.student.lora or train all weights")
     return AdamW(parameters, betas=(section.adam_beta1, section.adam_beta2), eps=section.adam_eps,
                  weight_decay=section.weight_decay)

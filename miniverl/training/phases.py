@@ -16,22 +16,23 @@ from ..core import StaleCacheError, TrainingError
 from ..environments.base import Environment, TaskSplits
 from ..losses.divergences import LossSpec
 from ..models.backend import Backend
+from ..schemas.cache import TeacherTargets
 from ..schemas.config import RunConfig
 from ..schemas.trajectory import Trajectory
-from ..selection.selectors import aggregate_selection_stats, select
+from ..selection.selectors import select
 from ..teachers.scoring import score_trajectories, teacher_hidden
-from .accounting import TRAIN_PHASES, PhaseClock, RunLog, RunTotals, metric_record
-from .manifest import effective_top_k
+from .accounting import PhaseClock, RunLog, RunTotals, metric_record
+from .manifest import effective_top_k, keeps_teacher_hidden
 from .memory import MemoryGuard
-from .offline import OfflineDataset, TaskCursor, create_dataset, unique_ids
+from .offline import OfflineDataset, TaskCursor, unique_ids
 from .optim import AdamW, learning_rate
 from .update import Sample, StepOutcome, take_step
-from ..utils.gpu import reset_peak, snapshot
+from ..utils.gpu import snapshot
 
 # %% auto #0
-__all__ = ['Progress', 'Counters', 'no_progress', 'RunContext', 'phase_name', 'keeps_teacher_hidden', 'Collect', 'Score',
+__all__ = ['Progress', 'Counters', 'no_progress', 'Parts', 'RunContext', 'phase_name', 'Collect', 'Score', 'open_cache_of',
            'check_freshness', 'allowed_age', 'Update', 'step_record', 'Evaluate', 'success_by_difficulty',
-           'eval_payload', 'Sources', 'Cycle', 'cycle_record', 'make_offline_dataset']
+           'eval_payload']
 
 # %% ../../nbs/65_training.phases.ipynb #counters
 @dataclass
@@ -52,22 +53,29 @@ def no_progress(phase: str, done: int, total: int, info: Mapping[str, Any]) -> N
     """The progress callback of a caller who does not want to watch."""
 
 # %% ../../nbs/65_training.phases.ipynb #context
-@dataclass
-class RunContext:
-    """What the phases of one run share."""
+@dataclass(kw_only=True)
+class Parts:
+    """What a recipe is made of, before there is a run directory."""
 
     config: RunConfig
+    device: torch.device
     environment: Environment
     splits: TaskSplits
     student: Backend
     optimizer: AdamW
+    teacher: Backend | None = None
+
+
+@dataclass(kw_only=True)
+class RunContext(Parts):
+    """What the phases of one run share: the parts, and where the run stands."""
+
     clock: PhaseClock
     guard: MemoryGuard
     log: RunLog
     cursor: TaskCursor
     counters: Counters = field(default_factory=Counters)
     totals: RunTotals = field(default_factory=RunTotals)
-    teacher: Backend | None = None
     cache: TeacherCache | None = None
     dataset: OfflineDataset | None = None
     dataset_taken: int = 0
@@ -78,14 +86,10 @@ class RunContext:
         """A player of episodes with the student as it is now."""
         return RolloutRunner(self.student, self.environment, self.config.rollout)
 
+
 def phase_name(config: RunConfig, cycle: int) -> str:
     """`sft_warmup` for the negative cycles, then the mode of the run."""
     return "sft_warmup" if cycle < 0 else str(config.run.mode)
-
-
-def keeps_teacher_hidden(config: RunConfig) -> bool:
-    """Exact distillation on-policy: the teacher's hidden states stay in memory and nothing is stored."""
-    return config.run.mode == "opd" and config.loss.mode == "exact_full_vocab"
 
 # %% ../../nbs/65_training.phases.ipynb #collect
 class Collect:
@@ -100,9 +104,11 @@ class Collect:
         with ctx.clock.measure("rollout"):
             tasks = [ctx.splits.train[i] for i in ctx.cursor.take(count)]
             base, version = ctx.config.run.seed + now.global_step * 1013, now.parameter_version
-            episodes = [EpisodeSpec(task, base + i, f"{task.task_id}:v{version}:s{base + i}") for i, task in enumerate(tasks)]
+            episodes = [EpisodeSpec(task, base + i, f"{task.task_id}:v{version}:s{base + i}")
+                        for i, task in enumerate(tasks)]
             ctx.student.eval()
-            played = ctx.runner.run(episodes, policy_version=version, on_progress=lambda done, total: ctx.progress("rollout", done, total, {}))
+            played = ctx.runner.run(episodes, policy_version=version,
+                                    on_progress=lambda done, total: ctx.progress("rollout", done, total, {}))
             now.rollout_policy_version, now.rollout_iteration = version, now.rollout_iteration + 1
         ctx.log.trajectories(played)
         return played
@@ -113,7 +119,8 @@ class Collect:
         with ctx.clock.measure("rollout"):
             tasks = [ctx.splits.train[i] for i in ctx.cursor.take(count)]
             names = unique_ids(f"{task.task_id}:oracle:c{cycle}" for task in tasks)
-            return [oracle_trajectory(ctx.environment, task, ctx.student.tokenizer, trajectory_id=name) for task, name in zip(tasks, names, strict=True)]
+            return [oracle_trajectory(ctx.environment, task, ctx.student.tokenizer, trajectory_id=name)
+                    for task, name in zip(tasks, names, strict=True)]
 
 # %% ../../nbs/65_training.phases.ipynb #score
 class Score:
@@ -141,17 +148,26 @@ class Score:
                 states = teacher_hidden(ctx.teacher, played, chosen, batch_size=batch)
                 return [replace(s, teacher_hidden=h) for s, h in zip(samples, states, strict=True)]
             top_k = effective_top_k(ctx.config, ctx.teacher.vocab_size)
-            targets = score_trajectories(ctx.teacher, played, chosen, top_k=top_k, temperature=ctx.config.loss.temperature,
+            targets = score_trajectories(ctx.teacher, played, chosen, top_k=top_k,
+                                         temperature=ctx.config.loss.temperature,
                                          batch_size=batch, chunk_size=ctx.guard.chunk_size)
             return self._store(samples, targets, version)
 
-    def _store(self, samples: Sequence[Sample], targets: Sequence[Any], version: int | None) -> list[Sample]:
-        cache = self.context.cache
-        if cache is None:
-            raise TrainingError("there is no cache for the teacher's targets", hint="the trainer opens it before the first cycle")
-        cache.write(list(targets))
+    def _store(self, samples: Sequence[Sample], targets: list[TeacherTargets], version: int | None) -> list[Sample]:
+        cache = open_cache_of(self.context)
+        cache.write(targets)
         cache.flush()
-        return [replace(s, targets=cache.read(s.trajectory.trajectory_id, expected_policy_version=version)) for s in samples]
+        names = [s.trajectory.trajectory_id for s in samples]
+        stored = [cache.read(name, expected_policy_version=version) for name in names]
+        return [replace(s, targets=t) for s, t in zip(samples, stored, strict=True)]
+
+
+def open_cache_of(ctx: RunContext) -> TeacherCache:
+    """The cache of a run that stores targets."""
+    if ctx.cache is None:
+        raise TrainingError("there is no cache for the teacher's targets",
+                            hint="the trainer opens it before the first cycle")
+    return ctx.cache
 
 # %% ../../nbs/65_training.phases.ipynb #freshness
 def check_freshness(samples: Sequence[Sample], *, version: int, allowed_lag: int) -> int:
@@ -166,9 +182,11 @@ def check_freshness(samples: Sequence[Sample], *, version: int, allowed_lag: int
     for sample in samples:
         lag = version - sample.policy_version
         if not 0 <= lag <= allowed_lag:
-            raise StaleCacheError(f"trajectory {sample.trajectory.trajectory_id!r} has targets of parameter version {sample.policy_version}, "
-                                  f"version {version} is about to be updated and a lag of {allowed_lag} is allowed",
-                                  hint="collect and score a fresh batch, or set train.opd_freshness: replay")
+            raise StaleCacheError(
+                f"trajectory {sample.trajectory.trajectory_id!r} has targets of parameter version "
+                f"{sample.policy_version}, version {version} is about to be updated and a lag of {allowed_lag} is "
+                "allowed",
+                hint="collect and score a fresh batch, or set train.opd_freshness: replay")
         worst = max(worst, lag)
     return worst
 
@@ -176,7 +194,8 @@ def check_freshness(samples: Sequence[Sample], *, version: int, allowed_lag: int
 def allowed_age(ctx: RunContext, group: Sequence[Sample]) -> int:
     """The lag of a group, checked against what the recipe's freshness allows."""
     strict = ctx.config.train.opd_freshness == "strict"
-    return check_freshness(group, version=ctx.counters.parameter_version, allowed_lag=0 if strict else ctx.config.steps_per_cycle)
+    return check_freshness(group, version=ctx.counters.parameter_version,
+                           allowed_lag=0 if strict else ctx.config.steps_per_cycle)
 
 # %% ../../nbs/65_training.phases.ipynb #update
 class Update:
@@ -189,7 +208,8 @@ class Update:
     def __call__(self, samples: Sequence[Sample], phase: str) -> list[StepOutcome]:
         """One step for each group, in order."""
         ctx, train = self.context, self.context.config.train
-        groups = [samples[start : start + train.gradient_accumulation_steps] for start in range(0, len(samples), train.gradient_accumulation_steps)]
+        groups = [samples[start : start + train.gradient_accumulation_steps]
+                  for start in range(0, len(samples), train.gradient_accumulation_steps)]
         outcomes = []
         for number, group in enumerate(groups):
             before = ctx.clock.wall_seconds["update"]
@@ -198,7 +218,8 @@ class Update:
                 outcomes.append(self._step(group))
             if ctx.counters.global_step % train.log_every_steps == 0:
                 ctx.log.metric(step_record(ctx, outcomes[-1], phase, lag, ctx.clock.wall_seconds["update"] - before))
-            ctx.progress("update", number + 1, len(groups), {"loss": outcomes[-1].loss, "step": ctx.counters.global_step})
+            ctx.progress("update", number + 1, len(groups),
+                         {"loss": outcomes[-1].loss, "step": ctx.counters.global_step})
         return outcomes
 
     def _step(self, group: Sequence[Sample]) -> StepOutcome:
@@ -208,7 +229,8 @@ class Update:
         head = ctx.teacher.head() if ctx.teacher is not None and group[0].teacher_hidden is not None else None
         outcome = take_step(group, student=ctx.student, optimizer=ctx.optimizer, guard=ctx.guard, spec=self.spec, lr=lr,
                             reduction=ctx.config.loss.reduction, max_grad_norm=train.max_grad_norm, teacher_head=head,
-                            on_retry=lambda g: ctx.log.event("oom_chunk_retry", step=ctx.counters.global_step, chunk_size=g.chunk_size, rows=g.rows))
+                            on_retry=lambda g: ctx.log.event("oom_chunk_retry", step=ctx.counters.global_step,
+                                                             chunk_size=g.chunk_size, rows=g.rows))
         ctx.counters.global_step += 1
         ctx.counters.parameter_version += 1
         return outcome
@@ -219,12 +241,16 @@ def step_record(ctx: RunContext, outcome: StepOutcome, phase: str, lag: int | No
     now = ctx.counters
     return metric_record(
         phase, cycle=now.cycle, step=now.global_step, parameter_version=now.parameter_version,
-        rollout_policy_version=now.rollout_policy_version, policy_version_lag=lag, loss=outcome.loss, divergence_loss=outcome.divergence,
-        sampled_token_nll_loss=outcome.nll if phase == "opd" else None, oracle_ce_loss=None if phase == "opd" else outcome.nll,
+        rollout_policy_version=now.rollout_policy_version, policy_version_lag=lag, loss=outcome.loss,
+        divergence_loss=outcome.divergence,
+        sampled_token_nll_loss=outcome.nll if phase == "opd" else None,
+        oracle_ce_loss=None if phase == "opd" else outcome.nll,
         loss_by_span_type=outcome.loss_by_span_type, teacher_entropy_mean=outcome.teacher_entropy_mean,
-        selected_positions=outcome.selected_positions, trajectories_in_step=outcome.trajectories, grad_norm=outcome.grad_norm,
+        selected_positions=outcome.selected_positions, trajectories_in_step=outcome.trajectories,
+        grad_norm=outcome.grad_norm,
         lr=outcome.lr, projection_chunk_size=ctx.guard.chunk_size, seconds=seconds,
-        train_selected_tokens_per_second=outcome.selected_positions / seconds if seconds > 0 else None, memory=snapshot(),
+        train_selected_tokens_per_second=outcome.selected_positions / seconds if seconds > 0 else None,
+        memory=snapshot(),
     )
 
 # %% ../../nbs/65_training.phases.ipynb #evaluate
@@ -249,10 +275,12 @@ class Evaluate:
         limit = tasks or section.tasks or ctx.config.environment.eval_tasks
         chosen = ctx.splits.get(split)[:limit]
         version, before = ctx.counters.parameter_version, ctx.clock.wall_seconds["eval"]
-        episodes = [EpisodeSpec(task, section.seed + i, f"{task.task_id}:{tag}:v{version}") for i, task in enumerate(chosen)]
+        episodes = [EpisodeSpec(task, section.seed + i, f"{task.task_id}:{tag}:v{version}")
+                    for i, task in enumerate(chosen)]
         with ctx.clock.measure("eval"):
             ctx.student.eval()
-            played = ctx.runner.run(episodes, temperature=section.temperature, max_turns=section.max_turns, policy_version=version,
+            played = ctx.runner.run(episodes, temperature=section.temperature, max_turns=section.max_turns,
+                                    policy_version=version,
                                     on_progress=lambda done, total: ctx.progress("eval", done, total, {"tag": tag}))
         ctx.log.trajectories(played, evaluation=True)
         payload = eval_payload(ctx, played, tag=tag, split=split, seconds=ctx.clock.wall_seconds["eval"] - before)
@@ -269,123 +297,16 @@ def success_by_difficulty(trajectories: Sequence[Trajectory]) -> dict[str, float
     return {name: sum(marks) / len(marks) for name, marks in sorted(solved.items())}
 
 
-def eval_payload(ctx: RunContext, trajectories: Sequence[Trajectory], *, tag: str, split: str, seconds: float) -> dict[str, Any]:
+def eval_payload(ctx: RunContext, trajectories: Sequence[Trajectory], *, tag: str, split: str,
+                 seconds: float) -> dict[str, Any]:
     """`RolloutStats` of an evaluation plus where it was taken."""
     stats, now = RolloutStats.from_trajectories(trajectories).to_dict(), ctx.counters
     return {
         **stats, "tag": tag, "split": split, "tasks": len(trajectories), "parameter_version": now.parameter_version,
-        "policy_version": now.parameter_version, "global_optimizer_step": now.global_step, "global_step": now.global_step,
-        "rollout_policy_version": now.rollout_policy_version, "temperature": ctx.config.eval.temperature, "seconds": seconds,
+        "policy_version": now.parameter_version, "global_optimizer_step": now.global_step,
+        "global_step": now.global_step,
+        "rollout_policy_version": now.rollout_policy_version, "temperature": ctx.config.eval.temperature,
+        "seconds": seconds,
         "rollout_tokens_per_second": stats["generated_tokens"] / seconds if seconds > 0 else None,
         "success_by_difficulty": success_by_difficulty(trajectories), "memory": snapshot(),
     }
-
-# %% ../../nbs/65_training.phases.ipynb #sources
-class Sources:
-    """Where the samples of a cycle come from, for each mode: all of them, those to train on, and positions scored anew."""
-
-    def __init__(self, context: RunContext) -> None:
-        self.context, self.collect, self.score = context, Collect(context), Score(context)
-
-    def __call__(self, cycle: int, phase: str) -> tuple[list[Sample], list[Sample], int]:
-        """Collect (and score) what cycle number `cycle` trains on."""
-        count = self.context.config.train.rollouts_per_cycle
-        if phase == "offline_kd":
-            return self._offline(count)
-        if phase == "opd":
-            return self._on_policy(count)
-        samples = self.score.select(self.collect.oracle(count, cycle))
-        return samples, [s for s in samples if len(s.selection)], 0
-
-    def _on_policy(self, count: int) -> tuple[list[Sample], list[Sample], int]:
-        samples = self.score.select(self.collect.rollouts(count))
-        usable = [s for s in samples if len(s.selection)]
-        strict = self.context.config.cache.strict_policy_version
-        taught = self.score.ask(usable, version=self.context.counters.parameter_version if strict else None) if usable else []
-        return samples, taught, sum(len(s.selection) for s in usable)
-
-    def _offline(self, count: int) -> tuple[list[Sample], list[Sample], int]:
-        ctx, dataset = self.context, self.context.dataset
-        if dataset is None:
-            raise TrainingError("the offline data set has not been made", hint="the trainer prepares it before the first cycle")
-        scored = dataset.positions if ctx.dataset_taken == 0 else 0
-        cursor = TaskCursor(len(dataset), ctx.config.run.seed, ctx.dataset_taken)
-        samples = self.score.select([dataset.trajectories[i] for i in cursor.take(count)])
-        ctx.dataset_taken = cursor.taken
-        taught = [replace(s, targets=dataset.targets[s.trajectory.trajectory_id]) for s in samples if len(s.selection)]
-        return samples, taught, scored
-
-# %% ../../nbs/65_training.phases.ipynb #cycle
-class Cycle:
-    """Runs one cycle: collect, score, update, and the cycle's record."""
-
-    def __init__(self, context: RunContext) -> None:
-        self.context, self.sources, self.update = context, Sources(context), Update(context)
-
-    def __call__(self, cycle: int) -> dict[str, Any]:
-        """Run cycle number `cycle` (negative: warm-up) and return its record."""
-        ctx, phase = self.context, phase_name(self.context.config, cycle)
-        ctx.counters.cycle, before = cycle, dict(ctx.clock.wall_seconds)
-        if ctx.config.memory.reset_peak_stats_each_cycle:
-            reset_peak()
-        samples, usable, scored = self.sources(cycle, phase)
-        self._release()
-        outcomes = self.update(usable, phase) if usable else []
-        if not usable:
-            ctx.log.event("cycle_skipped_no_selected_positions", cycle=cycle, trajectories=len(samples))
-        self._prune(phase)
-        self._release()
-        spent = {name: ctx.clock.wall_seconds[name] - before[name] for name in TRAIN_PHASES}
-        record = cycle_record(ctx, samples, phase, outcomes=outcomes, scored=scored, spent=spent)
-        ctx.log.metric(record)
-        ctx.totals.add(record)
-        ctx.counters.cycle = cycle + 1
-        return record
-
-    def _prune(self, phase: str) -> None:
-        ctx = self.context
-        if phase == "opd" and ctx.cache is not None:
-            with ctx.clock.measure("score"):
-                dropped = ctx.cache.prune(ctx.config.cache.keep_cycles)
-            if dropped:
-                ctx.log.event("cache_pruned", cycle=ctx.counters.cycle, trajectories=dropped)
-
-    def _release(self) -> None:
-        if self.context.config.memory.empty_cache_between_phases and torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-# %% ../../nbs/65_training.phases.ipynb #cycle-record
-def cycle_record(ctx: RunContext, samples: Sequence[Sample], phase: str, *, outcomes: Sequence[StepOutcome], scored: int,
-                 spent: Mapping[str, float]) -> dict[str, Any]:
-    """The record of one cycle for `metrics.jsonl`; the selection figures cover all trajectories, empty selections included."""
-    stats = RolloutStats.from_trajectories([s.trajectory for s in samples]).to_dict()
-    now, played = ctx.counters, phase == "opd"
-    return metric_record(
-        f"{phase}_cycle", cycle=now.cycle, step=now.global_step, parameter_version=now.parameter_version,
-        rollout_policy_version=now.rollout_policy_version, optimizer_steps=len(outcomes),
-        loss=sum(o.loss for o in outcomes) / len(outcomes) if outcomes else None, student_rollouts=played,
-        teacher=phase in ("opd", "offline_kd"), scored_positions=scored, rollouts=stats,
-        selection=aggregate_selection_stats((s.trajectory, s.selection) for s in samples),
-        cache=ctx.cache.stats().model_dump(mode="json") if ctx.cache is not None else None,
-        cache_bytes_written_total=ctx.cache.bytes_written_total if ctx.cache is not None else None,
-        seconds=sum(spent.values()), phase_seconds=spent,
-        rollout_tokens_per_second=stats["generated_tokens"] / spent["rollout"] if played and spent["rollout"] > 0 else None,
-        memory=snapshot(),
-    )
-
-# %% ../../nbs/65_training.phases.ipynb #prepare-offline
-def make_offline_dataset(context: RunContext, path: Any) -> OfflineDataset:
-    """Write, score and publish the fixed data set of an offline run under `path`."""
-    config, collect, score = context.config, Collect(context), Score(context)
-    size = config.train.offline_trajectories or config.environment.train_tasks
-    samples = score.select(collect.oracle(size, 0))
-    usable = [s for s in samples if len(s.selection)]
-    if not usable:
-        raise TrainingError("no position of the offline data set was selected", hint="choose another selection.selector")
-    if context.cache is None:
-        raise TrainingError("there is no cache for the teacher's targets", hint="the trainer opens it before the first cycle")
-    score.ask(usable, version=0)
-    with context.clock.measure("score"):
-        made = create_dataset(path, [s.trajectory for s in samples], [s.trajectory.trajectory_id for s in usable], context.cache)
-    context.log.event("offline_dataset_created", digest=made.digest, trajectories=len(made), positions=made.positions)
-    return made

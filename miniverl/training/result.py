@@ -9,14 +9,82 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..core import DataError, canonical_json, read_json, utc_now
+from ..core import ConfigError, DataError, canonical_json, read_json, utc_now
 from ..store import RunDir, write_atomic
-from .accounting import run_ratios, totals_state, train_seconds
+from .accounting import clock_state, restore_clock, restore_totals, run_ratios, totals_state
+from .accounting import train_seconds
 from .checkpoints import Checkpoint
-from .phases import RunContext
+from .phases import Counters, RunContext
 
 # %% auto #0
-__all__ = ['TrainResult', 'Book', 'result_of', 'update_manifest', 'closing_entries']
+__all__ = ['Book', 'run_state', 'restore_state', 'TrainResult', 'result_of', 'update_manifest', 'closing_entries']
+
+# %% ../../nbs/65c_training.result.ipynb #book
+@dataclass
+class Book:
+    """Evaluations and wall time of a run, across all processes that worked on it."""
+
+    baseline_eval: dict[str, Any] | None = None
+    final_eval: dict[str, Any] | None = None
+    eval_history: list[dict[str, Any]] = field(default_factory=list)
+    teacher: dict[str, Any] | None = None
+    earlier_seconds: float = 0.0
+    started: float | None = None
+
+    def wall_seconds(self) -> float:
+        """Seconds inside `train()`, those of earlier processes up to their last checkpoint included."""
+        return self.earlier_seconds + (time.perf_counter() - self.started if self.started is not None else 0.0)
+
+    def to_record(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"baseline_eval": self.baseline_eval, "final_eval": self.final_eval,
+                "eval_history": list(self.eval_history),
+                "teacher": self.teacher, "wall_seconds": self.wall_seconds()}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Book:
+        """Continue from a checkpoint."""
+        names = ("baseline_eval", "final_eval", "eval_history", "teacher")
+        return cls(**{name: record[name] for name in names}, earlier_seconds=record["wall_seconds"])
+
+# %% ../../nbs/65c_training.result.ipynb #run-state
+def run_state(ctx: RunContext, book: Book) -> dict[str, Any]:
+    """Context and book as a JSON-able state for a checkpoint."""
+    return {
+        **asdict(ctx.counters), "policy_version": ctx.counters.parameter_version, "task_cursor": ctx.cursor.taken,
+        "dataset_cursor": ctx.dataset_taken, "offline_dataset_digest": ctx.dataset.digest if ctx.dataset else None,
+        "totals": totals_state(ctx.totals), "memory": ctx.guard.state(),
+        "record": {**book.to_record(), "config_digest": ctx.config.digest, "clock": clock_state(ctx.clock),
+                   "cache": ctx.cache.snapshot() if ctx.cache is not None else None, "journals": ctx.log.positions()},
+    }
+
+# %% ../../nbs/65c_training.result.ipynb #restore-state
+def restore_state(ctx: RunContext, state: Mapping[str, Any], *, cut: bool = True) -> Book:
+    """Put a checkpoint's state back into a fresh context and return its book; the cache follows when it is open.
+
+    Parameters
+    ----------
+    cut : bool
+        Cut the journals back to the checkpoint. False for a run that is complete: what came later belongs to it.
+
+    Raises
+    ------
+    ConfigError
+        If the checkpoint was written by another recipe.
+    """
+    record = state["record"]
+    wrote, own = record["config_digest"], ctx.config.digest
+    if wrote != own:
+        raise ConfigError(f"the checkpoint was written by a recipe with digest {wrote[:12]}, this one has {own[:12]}",
+                          hint="resume with the recipe in config.original.yaml of the run")
+    ctx.counters = Counters(**{name: int(state[name]) for name in asdict(ctx.counters)})
+    ctx.cursor.taken, ctx.dataset_taken = int(state["task_cursor"]), int(state["dataset_cursor"])
+    ctx.totals = restore_totals(state["totals"])
+    restore_clock(ctx.clock, record["clock"])
+    ctx.guard.restore(state["memory"])
+    if cut:
+        ctx.log.truncate(record["journals"])
+    return Book.from_record(record)
 
 # %% ../../nbs/65c_training.result.ipynb #train-result
 @dataclass(frozen=True)
@@ -55,50 +123,26 @@ class TrainResult:
         data = read_json(path)
         names = {f.name for f in fields(cls)}
         if not isinstance(data, dict) or set(data) != names:
-            raise DataError(f"{path} is not a training result of this version", hint="it was written by another version or edited")
+            raise DataError(f"{path} is not a training result of this version",
+                            hint="it was written by another version or edited")
         return cls(**data)
-
-# %% ../../nbs/65c_training.result.ipynb #book
-@dataclass
-class Book:
-    """Evaluations and wall time of a run, across all processes that worked on it."""
-
-    baseline_eval: dict[str, Any] | None = None
-    final_eval: dict[str, Any] | None = None
-    eval_history: list[dict[str, Any]] = field(default_factory=list)
-    teacher: dict[str, Any] | None = None
-    earlier_seconds: float = 0.0
-    started: float | None = None
-
-    def wall_seconds(self) -> float:
-        """Seconds inside `train()`, those of earlier processes up to their last checkpoint included."""
-        return self.earlier_seconds + (time.perf_counter() - self.started if self.started is not None else 0.0)
-
-    def to_record(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        return {"baseline_eval": self.baseline_eval, "final_eval": self.final_eval, "eval_history": list(self.eval_history),
-                "teacher": self.teacher, "wall_seconds": self.wall_seconds()}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Book:
-        """Continue from a checkpoint."""
-        names = ("baseline_eval", "final_eval", "eval_history", "teacher")
-        return cls(**{name: record[name] for name in names}, earlier_seconds=record["wall_seconds"])
 
 # %% ../../nbs/65c_training.result.ipynb #result-of
 def result_of(ctx: RunContext, book: Book, run_id: str, final: Checkpoint) -> TrainResult:
     """The result of a run that has reached its final checkpoint."""
-    wall, now = ctx.clock.wall_seconds, ctx.counters
+    wall, now, cache = ctx.clock.wall_seconds, ctx.counters, ctx.cache
     return TrainResult(
         run_id=run_id, mode=str(ctx.config.run.mode), objective=ctx.config.objective_name, global_step=now.global_step,
-        parameter_version=now.parameter_version, policy_version=now.parameter_version, cycles_completed=max(0, now.cycle),
+        parameter_version=now.parameter_version, policy_version=now.parameter_version,
+        cycles_completed=max(0, now.cycle),
         baseline_eval=book.baseline_eval, eval=book.final_eval, eval_history=book.eval_history,
-        cache=ctx.cache.stats().model_dump(mode="json") if ctx.cache is not None else None,
-        cache_bytes_written_total=ctx.cache.bytes_written_total if ctx.cache is not None else None,
+        cache=cache.stats().model_dump(mode="json") if cache is not None else None,
+        cache_bytes_written_total=cache.bytes_written_total if cache is not None else None,
         accounting={**totals_state(ctx.totals), **run_ratios(ctx.totals)},
         phase_seconds={"wall": dict(wall), "cpu": dict(ctx.clock.cpu_seconds)}, train_seconds=train_seconds(wall),
         evaluation_seconds=wall["eval"], teacher_prep_seconds=wall["teacher_prep"], wall_seconds=book.wall_seconds(),
-        final_checkpoint={"name": final.path.name, "content_digest": final.content_digest, "weights_digest": final.weights_digest,
+        final_checkpoint={"name": final.path.name, "content_digest": final.content_digest,
+                          "weights_digest": final.weights_digest,
                           "global_step": final.global_step},
         teacher=book.teacher)
 
@@ -113,9 +157,12 @@ def closing_entries(ctx: RunContext, result: TrainResult) -> dict[str, Any]:
     guard = ctx.guard
     return {
         "status": "completed", "finished_at": utc_now(), "error": None, "counters": asdict(ctx.counters),
-        "memory": {"strategy": "resident", "reason": "student and teacher share the device", "projection_chunk_size": guard.chunk_size,
-                   "update_rows": guard.rows, "oom_retries_used": guard.retries_used, "chunk_size_history": list(guard.history)},
+        "memory": {"strategy": "resident", "reason": "student and teacher share the device",
+                   "projection_chunk_size": guard.chunk_size,
+                   "update_rows": guard.rows, "oom_retries_used": guard.retries_used,
+                   "chunk_size_history": list(guard.history)},
         "final_checkpoint": {**result.final_checkpoint, "integrity": "verified"}, "teacher": result.teacher,
         "final_evaluation": {k: result.eval[k] for k in ("split", "tasks", "success_rate")} if result.eval else None,
-        "result": {"global_step": result.global_step, "train_seconds": result.train_seconds, "wall_seconds": result.wall_seconds},
+        "result": {"global_step": result.global_step, "train_seconds": result.train_seconds,
+                   "wall_seconds": result.wall_seconds},
     }

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,57 +14,62 @@ import torch
 
 from ..cache.store import TeacherCache
 from ..core import BackendError, ConfigError, StoreError, canonical_json, read_json
-from ..environments.base import Environment, TaskSplits, make_environment, make_splits
+from ..environments.base import make_environment, make_splits
 from ..models.backend import Backend
 from ..models.loading import load_backend, resolve_device
 from ..schemas.cache import CacheIdentity
 from ..schemas.config import RunConfig, deep_merge
 from ..store import RunDir, new_run_id, publish_dir, safe_name
 from ..teachers.toy import fit_toy_teacher
-from .accounting import PhaseClock, RunLog, clock_state, restore_clock, restore_totals, totals_state
-from .manifest import effective_top_k, environment_record, start_manifest
+from .accounting import PhaseClock, RunLog
+from .manifest import effective_top_k, environment_record, keeps_teacher_hidden, needs_teacher
+from .manifest import start_manifest
 from .memory import MemoryGuard
-from .offline import TaskCursor
-from .optim import AdamW, build_optimizer
-from .phases import Counters, Progress, RunContext, keeps_teacher_hidden
+from .offline import TaskCursor, load_dataset
+from .optim import build_optimizer
+from .phases import Counters, Parts, Progress, RunContext
 
 # %% auto #0
-__all__ = ['TOY_TEACHERS', 'check_supported', 'check_stored_vocabulary', 'place_of_run', 'recorded_recipe', 'chosen_threads',
-           'torch_settings', 'Parts', 'needs_teacher', 'build_parts', 'check_pair', 'resolved_config', 'models_record',
-           'make_run_directory', 'new_context', 'prepare_teacher', 'open_cache', 'cache_folder', 'run_state',
-           'restore_state', 'drop_folder']
+__all__ = ['TOY_TEACHERS', 'check_supported', 'check_stored_vocabulary', 'run_folder', 'check_free', 'recorded_recipe',
+           'chosen_threads', 'torch_settings', 'build_parts', 'check_pair', 'resolved_config', 'models_record',
+           'make_run_directory', 'new_context', 'prepare_teacher', 'open_cache', 'cache_folder', 'drop_folder',
+           'prepare_targets']
 
 # %% ../../nbs/65b_training.setup.ipynb #check-supported
 def check_supported(config: RunConfig) -> None:
     """Raise ConfigError for choices that a valid recipe can make and this version cannot carry out."""
     if config.memory.strategy == "swap":
-        raise ConfigError("memory.strategy = 'swap' is not built yet", hint="use memory.strategy: resident; both models must fit the device")
+        raise ConfigError("memory.strategy = 'swap' is not built yet",
+                          hint="use memory.strategy: resident; both models must fit the device")
     if config.models.teacher.mode == "privileged_context" and config.run.mode != "sft":
-        raise ConfigError("models.teacher.mode = 'privileged_context' is not built yet", hint="use models.teacher.mode: standard")
+        raise ConfigError("models.teacher.mode = 'privileged_context' is not built yet",
+                          hint="use models.teacher.mode: standard")
 
 
 def check_stored_vocabulary(config: RunConfig, vocab_size: int) -> None:
     """Raise ConfigError if an offline run would store a distribution over a very large vocabulary at every position."""
     loss = config.loss
-    if config.run.mode == "offline_kd" and loss.mode == "exact_full_vocab" and vocab_size > loss.exact_max_vocab and not loss.allow_large_exact:
-        raise ConfigError(f"loss.mode = 'exact_full_vocab' would store {vocab_size} numbers at every position; loss.exact_max_vocab is {loss.exact_max_vocab}",
+    stored = config.run.mode == "offline_kd" and loss.mode == "exact_full_vocab"
+    if stored and vocab_size > loss.exact_max_vocab and not loss.allow_large_exact:
+        raise ConfigError(f"loss.mode = 'exact_full_vocab' would store {vocab_size} numbers at every position; "
+                          f"loss.exact_max_vocab is {loss.exact_max_vocab}",
                           hint="use loss.mode: bucketed_topk_tail, or set loss.allow_large_exact: true")
 
 # %% ../../nbs/65b_training.setup.ipynb #place
-def place_of_run(config: RunConfig | None, run_dir: str | Path | None, *, resume: bool, overwrite: bool) -> RunDir:
-    """The run directory that is meant; StoreError if it is missing, or there and not to be replaced."""
-    if run_dir is None and config is None:
-        raise ConfigError("a trainer needs a recipe or a run directory", hint="pass config, or use OPDTrainer.resume(run_dir)")
-    if run_dir is None and config is not None:
-        run_dir = Path(config.run.output_dir) / safe_name(config.run.run_id or new_run_id(config.run.name))
-    run = RunDir(Path(str(run_dir)))
-    if resume:
-        return RunDir.open(run.path)
+def run_folder(config: RunConfig | None, run_dir: str | Path | None) -> Path:
+    """The folder that is meant: `run_dir`, or the one that the recipe names; ConfigError if neither is given."""
+    if run_dir is not None:
+        return Path(run_dir)
     if config is None:
-        raise ConfigError(f"no recipe for a new run in {run.path}", hint="pass config, or use OPDTrainer.resume(run_dir)")
+        raise ConfigError("a trainer needs a recipe or a run directory",
+                          hint="pass config, or use OPDTrainer.resume(run_dir)")
+    return Path(config.run.output_dir) / safe_name(config.run.run_id or new_run_id(config.run.name))
+
+
+def check_free(run: RunDir, *, overwrite: bool) -> None:
+    """StoreError if the directory of a new run exists already and is not an older run that may be replaced."""
     if run.path.exists() and not (overwrite and run.is_run()):
         raise StoreError(f"{run.path} exists already", hint="resume it, overwrite it, or choose another run id")
-    return run
 
 # %% ../../nbs/65b_training.setup.ipynb #recorded-recipe
 def _leaves(data: Any, path: str = "") -> dict[str, Any]:
@@ -74,15 +78,16 @@ def _leaves(data: Any, path: str = "") -> dict[str, Any]:
     return {k: v for key, value in data.items() for k, v in _leaves(value, f"{path}.{key}" if path else key).items()}
 
 
-def recorded_recipe(run: RunDir, given: RunConfig | None) -> RunConfig:
+def recorded_recipe(run: RunDir, given: RunConfig | None = None) -> RunConfig:
     """The recipe of an existing run; ConfigError if the file was edited or another recipe is given along."""
     own = RunConfig.from_yaml(run.config_original)
     if own.digest != read_json(run.manifest_start)["config_digests"]["original"]:
-        raise ConfigError(f"{run.config_original} is not the recipe that this run was started with", hint="restore the file, or start a new run")
+        raise ConfigError(f"{run.config_original} is not the recipe that this run was started with",
+                          hint="restore the file, or start a new run")
     if given is not None:
         mine, theirs = _leaves(own.to_mapping()), _leaves(given.to_mapping())
-        places = ("run.run_id", "run.output_dir")
-        if odd := sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k) and k not in places):
+        differing = {k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k)}
+        if odd := sorted(differing - {"run.run_id", "run.output_dir"}):
             raise ConfigError(f"the recipe differs from that of {run.path}: {', '.join(odd[:5])}",
                               hint="resume with the original recipe, or start a new run")
     return own
@@ -115,26 +120,8 @@ def torch_settings(config: RunConfig, device: torch.device) -> Iterator[None]:
         memory.fill_uninitialized_memory = filling
 
 # %% ../../nbs/65b_training.setup.ipynb #parts
-@dataclass
-class Parts:
-    """What a recipe is made of before there is a run directory."""
-
-    config: RunConfig
-    device: torch.device
-    environment: Environment
-    splits: TaskSplits
-    student: Backend
-    optimizer: AdamW
-    teacher: Backend | None = None
-
-
-def needs_teacher(config: RunConfig) -> bool:
-    """Whether any cycle of the run asks a teacher."""
-    return config.run.mode != "sft" and config.train.cycles > 0
-
-
 def build_parts(config: RunConfig, *, offline: bool = False) -> Parts:
-    """Environment, tasks, student and optimizer; with `hf` also the teacher, so that a misfit shows before anything is written.
+    """Environment, tasks, student and optimizer; with `hf` also the teacher.
 
     Raises
     ------
@@ -150,17 +137,20 @@ def build_parts(config: RunConfig, *, offline: bool = False) -> Parts:
     student = load_backend(config.models, "student", seed=config.run.seed, offline=offline)
     check_stored_vocabulary(config, student.vocab_size)
     optimizer = build_optimizer(student.trainable_parameters(), config.train)
-    parts = Parts(config, device, environment, splits, student, optimizer)
+    parts = Parts(config=config, device=device, environment=environment, splits=splits, student=student,
+                  optimizer=optimizer)
     if config.models.backend != "toy" and needs_teacher(config):
-        parts.teacher = load_backend(config.models, "teacher", seed=config.models.teacher.toy_teacher_seed, offline=offline)
+        parts.teacher = load_backend(config.models, "teacher", seed=config.models.teacher.toy_teacher_seed,
+                                     offline=offline)
         check_pair(student, parts.teacher)
     return parts
 
 # %% ../../nbs/65b_training.setup.ipynb #check-pair
 def check_pair(student: Backend, teacher: Backend) -> None:
     """Raise BackendError unless student and teacher share tokenizer and vocabulary."""
-    if student.tokenizer.fingerprint != teacher.tokenizer.fingerprint:
-        raise BackendError(f"student and teacher have different tokenizers ({student.tokenizer.fingerprint[:12]}, {teacher.tokenizer.fingerprint[:12]})",
+    own, other = student.tokenizer.fingerprint, teacher.tokenizer.fingerprint
+    if own != other:
+        raise BackendError(f"student and teacher have different tokenizers ({own[:12]}, {other[:12]})",
                            hint="distillation compares distributions over the same tokens; choose models of one family")
     if student.vocab_size != teacher.vocab_size:
         raise BackendError(f"the student's head has {student.vocab_size} outputs, the teacher's {teacher.vocab_size}",
@@ -179,7 +169,7 @@ def resolved_config(parts: Parts, run_id: str) -> RunConfig:
 
 
 def models_record(parts: Parts) -> dict[str, Any]:
-    """Identities of student, teacher and tokenizer for the manifest; a toy teacher is named by its settings until it is fitted."""
+    """Identities of student, teacher and tokenizer for the manifest; a toy teacher is not fitted yet."""
     student, section = parts.student, parts.config.models.teacher
     named = parts.teacher.identity() if parts.teacher else {"model_id": section.model_id, "revision": section.revision}
     return {
@@ -194,12 +184,18 @@ def models_record(parts: Parts) -> dict[str, Any]:
 # %% ../../nbs/65b_training.setup.ipynb #first-files
 def _first_files(parts: Parts, run_id: str, submitted: bytes | None) -> dict[str, bytes]:
     config, resolved = parts.config, resolved_config(parts, run_id)
-    environment = environment_record(device=str(parts.device), threads=chosen_threads(config) or torch.get_num_threads(), deterministic=config.run.deterministic)
-    validated = config if submitted is None else RunConfig.from_text(submitted.decode("utf-8-sig"), source="submitted recipe")
+    environment = environment_record(device=str(parts.device), deterministic=config.run.deterministic,
+                                     threads=chosen_threads(config) or torch.get_num_threads())
+    validated = config
+    if submitted is not None:
+        validated = RunConfig.from_text(submitted.decode("utf-8-sig"), source="submitted recipe")
     digests = {"original": config.digest, "resolved": resolved.digest, "validated": validated.digest}
-    start = start_manifest(config, run_id=run_id, environment=environment, task_environment=parts.environment.provenance(),
-                           split_sizes=parts.splits.sizes(), models=models_record(parts), vocab_size=parts.student.vocab_size, digests=digests)
-    texts = {"config.validated.yaml": validated.to_yaml(), "config.original.yaml": config.to_yaml(), "config.resolved.yaml": resolved.to_yaml(),
+    start = start_manifest(config, run_id=run_id, environment=environment,
+                           task_environment=parts.environment.provenance(),
+                           split_sizes=parts.splits.sizes(), models=models_record(parts),
+                           vocab_size=parts.student.vocab_size, digests=digests)
+    texts = {"config.validated.yaml": validated.to_yaml(), "config.original.yaml": config.to_yaml(),
+             "config.resolved.yaml": resolved.to_yaml(),
              "environment.json": canonical_json(environment), "manifest.start.json": canonical_json(start),
              "manifest.json": canonical_json({**start, "status": "ready"})}
     files = {name: text.encode("utf-8") for name, text in texts.items()}
@@ -237,11 +233,12 @@ def new_context(parts: Parts, run: RunDir, progress: Progress) -> RunContext:
     """A context at the start of the run; opens the journals of `run`."""
     config = parts.config
     sync = torch.cuda.synchronize if parts.device.type == "cuda" else None
-    guard = MemoryGuard(config.loss.chunk_size, config.train.update_batch, config.memory.min_chunk_size, config.memory.oom_retries)
+    guard = MemoryGuard(config.loss.chunk_size, config.train.update_batch, config.memory.min_chunk_size,
+                        config.memory.oom_retries)
     return RunContext(
-        config=config, environment=parts.environment, splits=parts.splits, student=parts.student, optimizer=parts.optimizer,
-        clock=PhaseClock(sync), guard=guard, log=RunLog(run), cursor=TaskCursor(len(parts.splits.train), config.run.seed),
-        counters=Counters(cycle=-config.train.sft_warmup_cycles), teacher=parts.teacher, progress=progress,
+        **vars(parts), clock=PhaseClock(sync), guard=guard, log=RunLog(run),
+        cursor=TaskCursor(len(parts.splits.train), config.run.seed),
+        counters=Counters(cycle=-config.train.sft_warmup_cycles), progress=progress,
     )
 
 # %% ../../nbs/65b_training.setup.ipynb #prepare-teacher
@@ -257,7 +254,8 @@ def prepare_teacher(ctx: RunContext, output_dir: Path) -> dict[str, Any]:
                                  on_progress=lambda done, total: ctx.progress("teacher_prep", done, total, {}))
     check_pair(ctx.student, fitted.backend)
     ctx.teacher = fitted.backend
-    ctx.log.event("toy_teacher_fitted", digest=fitted.digest, from_store=fitted.from_store, final_loss=fitted.final_loss, fit_seconds=fitted.fit_seconds)
+    ctx.log.event("toy_teacher_fitted", digest=fitted.digest, from_store=fitted.from_store,
+                  final_loss=fitted.final_loss, fit_seconds=fitted.fit_seconds)
     return {**fitted.backend.identity(), "digest": fitted.digest, "final_loss": fitted.final_loss}
 
 # %% ../../nbs/65b_training.setup.ipynb #open-cache
@@ -267,53 +265,20 @@ def open_cache(ctx: RunContext, run: RunDir, teacher: Mapping[str, Any]) -> None
         return
     section, tokenizer = ctx.config.cache, ctx.teacher.tokenizer
     identity = CacheIdentity(
-        teacher_model_id=str(teacher["model_id"]), teacher_model_revision=teacher.get("digest") or teacher.get("revision"),
-        tokenizer_fingerprint=tokenizer.fingerprint, tokenizer_identity=tokenizer.identity(), vocab_size=ctx.teacher.vocab_size,
+        teacher_model_id=str(teacher["model_id"]),
+        teacher_model_revision=teacher.get("digest") or teacher.get("revision"),
+        tokenizer_fingerprint=tokenizer.fingerprint, tokenizer_identity=tokenizer.identity(),
+        vocab_size=ctx.teacher.vocab_size,
         top_k=effective_top_k(ctx.config, ctx.teacher.vocab_size), temperature=ctx.config.loss.temperature,
         loss_mode=str(ctx.config.loss.mode), dtype=section.dtype)
-    ctx.cache = TeacherCache.open(cache_folder(ctx.config, run), identity, entries_per_shard=section.entries_per_shard, dtype=section.dtype,
+    ctx.cache = TeacherCache.open(cache_folder(ctx.config, run), identity, entries_per_shard=section.entries_per_shard,
+                                  dtype=section.dtype,
                                   verify_checksums=section.verify_checksums_on_load)
 
 
 def cache_folder(config: RunConfig, run: RunDir) -> Path:
     """Where the run keeps its teacher targets: a folder of its own, below `cache.dir` if that is set."""
     return run.teacher_cache if config.cache.dir is None else Path(config.cache.dir) / run.path.name
-
-# %% ../../nbs/65b_training.setup.ipynb #run-state
-def run_state(ctx: RunContext, record: Mapping[str, Any]) -> dict[str, Any]:
-    """The context as a JSON-able state for a checkpoint; `record` is added to its bookkeeping."""
-    guard = ctx.guard
-    return {
-        **asdict(ctx.counters), "policy_version": ctx.counters.parameter_version, "task_cursor": ctx.cursor.taken,
-        "dataset_cursor": ctx.dataset_taken, "offline_dataset_digest": ctx.dataset.digest if ctx.dataset else None,
-        "totals": totals_state(ctx.totals),
-        "memory": {"chunk_size": guard.chunk_size, "rows": guard.rows, "retries_used": guard.retries_used, "history": list(guard.history)},
-        "record": {**record, "config_digest": ctx.config.digest, "clock": clock_state(ctx.clock),
-                   "cache": ctx.cache.snapshot() if ctx.cache is not None else None, "journals": ctx.log.positions()},
-    }
-
-# %% ../../nbs/65b_training.setup.ipynb #restore-state
-def restore_state(ctx: RunContext, state: Mapping[str, Any], *, cut: bool = True) -> None:
-    """Put a checkpoint's state back into a fresh context and (`cut`) cut the journals back to it; the cache follows when it is open.
-
-    Raises
-    ------
-    ConfigError
-        If the checkpoint was written by another recipe.
-    """
-    record = state["record"]
-    if record["config_digest"] != ctx.config.digest:
-        raise ConfigError(f"the checkpoint was written by a recipe with digest {record['config_digest'][:12]}, this one has {ctx.config.digest[:12]}",
-                          hint="resume with the recipe in config.original.yaml of the run")
-    ctx.counters = Counters(**{name: int(state[name]) for name in asdict(ctx.counters)})
-    ctx.cursor.taken, ctx.dataset_taken = int(state["task_cursor"]), int(state["dataset_cursor"])
-    ctx.totals = restore_totals(state["totals"])
-    restore_clock(ctx.clock, record["clock"])
-    memory = state["memory"]
-    ctx.guard.chunk_size, ctx.guard.rows = memory["chunk_size"], memory["rows"]
-    ctx.guard.retries_used, ctx.guard.history = memory["retries_used"], list(memory["history"])
-    if cut:
-        ctx.log.truncate(record["journals"])
 
 # %% ../../nbs/65b_training.setup.ipynb #drop-folder
 def drop_folder(folder: Path) -> None:
@@ -322,3 +287,26 @@ def drop_folder(folder: Path) -> None:
         trash = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
         os.rename(folder, trash)
         shutil.rmtree(trash, ignore_errors=True)
+
+# %% ../../nbs/65b_training.setup.ipynb #prepare-targets
+def prepare_targets(ctx: RunContext, run: RunDir, state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Teacher, cache and offline set, if the run needs any; returns what the manifest says about the teacher.
+
+    Parameters
+    ----------
+    state : mapping, optional
+        State of the checkpoint behind which the run goes on.
+    """
+    if not needs_teacher(ctx.config):
+        return None
+    teacher = prepare_teacher(ctx, run.path.parent)
+    open_cache(ctx, run, teacher)
+    if ctx.cache is not None and state is not None and state["record"]["cache"] is not None:
+        ctx.cache.restore(state["record"]["cache"])
+    known = state["offline_dataset_digest"] if state is not None else None
+    if known is None:
+        drop_folder(run.offline_dataset)
+    elif ctx.cache is not None:
+        ctx.dataset = load_dataset(run.offline_dataset, ctx.cache, known)
+        ctx.log.event("offline_dataset_loaded", digest=known)
+    return teacher

@@ -4,215 +4,329 @@
 from __future__ import annotations
 
 import gc
-import math
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from ..core import MiniVerlError, TrainingError, canonical_json, utc_now
+from ..core import ConfigError, MiniVerlError, TrainingError, canonical_json, utc_now
 from ..models.backend import Backend
 from ..schemas.config import RunConfig
 from ..store import RunDir, remove_temps, run_lock, write_atomic
 from .checkpoints import FINAL, ROLLING, Checkpoint, decode_rng, latest_checkpoint, load_checkpoint
-from .checkpoints import recover_checkpoints, save_checkpoint, step_name
+from .checkpoints import recover_checkpoints, save_checkpoint
+from .cycle import Cycle, Schedule, make_offline_dataset
 from .manifest import observed_status
 from .memory import capture_rng, restore_rng, seed_everything
-from .offline import load_dataset
 from .optim import AdamW
-from .phases import Cycle, Evaluate, Progress, RunContext, make_offline_dataset, no_progress
-from .phases import phase_name
-from .result import Book, TrainResult, closing_entries, result_of, update_manifest
-from .setup import build_parts, cache_folder, drop_folder, make_run_directory, needs_teacher, new_context, open_cache
-from .setup import place_of_run, prepare_teacher, recorded_recipe, restore_state, run_state, torch_settings
+from .phases import Evaluate, Progress, RunContext, no_progress, phase_name
+from .result import Book, TrainResult, closing_entries, restore_state, result_of, run_state
+from .result import update_manifest
+from .setup import build_parts, cache_folder, check_free, drop_folder, make_run_directory, new_context
+from .setup import prepare_targets, recorded_recipe, run_folder, torch_settings
 
 # %% auto #0
-__all__ = ['ROLLING_PER_RUN', 'OPDTrainer']
+__all__ = ['OpenRun', 'open_new', 'open_existing', 'close_run', 'save', 'report_cycle', 'walk_cycles', 'walk', 'train_run',
+           'OneAtATime', 'OPDTrainer']
 
-# %% ../../nbs/66_training.trainer.ipynb #saving
-ROLLING_PER_RUN = 20
+# %% ../../nbs/66_training.trainer.ipynb #open-run
+@dataclass
+class OpenRun:
+    """A run that this process holds: locked, its models built.
 
+    Attributes
+    ----------
+    found : Checkpoint, optional
+        The checkpoint behind which the run goes on.
+    result : TrainResult, optional
+        Once the run is complete.
+    notice : str
+        Where a continued run stands, in words.
+    begun : bool
+        Whether it has begun to train in this process.
+    held : ExitStack
+        Releases the lock.
+    """
 
-class _Saving:
-    """What happens between two cycles: evaluations and checkpoints."""
-
-    def __init__(self, ctx: RunContext, run: RunDir, book: Book, rolling_every: int | None) -> None:
-        self.ctx, self.run, self.book = ctx, run, book
-        self.evaluate = Evaluate(ctx)
-        self.planned = ctx.config.train.cycles + ctx.config.train.sft_warmup_cycles
-        self.rolling_every = rolling_every or max(1, math.ceil(self.planned / ROLLING_PER_RUN))
-
-    def save(self, name: str) -> Checkpoint:
-        """Write a checkpoint of everything as it is now; its event is part of what it remembers."""
-        ctx = self.ctx
-        if name != ROLLING:
-            ctx.log.event("checkpoint_saved", name=name, step=ctx.counters.global_step)
-        return save_checkpoint(self.run.checkpoints, name, backend=ctx.student, optimizer=ctx.optimizer,
-                               state=run_state(ctx, self.book.to_record()))
-
-    def after(self, record: dict[str, Any]) -> None:
-        """Progress, a periodic evaluation and a checkpoint, where they are due after the cycle of `record`."""
-        ctx, config, done = self.ctx, self.ctx.config, self.ctx.counters.cycle
-        walked, last = done + config.train.sft_warmup_cycles, done == config.train.cycles
-        ctx.progress("cycle", walked, self.planned, {"phase": record["phase"], "loss": record["loss"], "step": record["step"],
-                                                     "success_rate": record["rollouts"]["success_rate"]})
-        every = config.train.eval_every_cycles
-        hand_over = done == 0 and config.train.cycles > 0
-        if config.eval.enabled and (hand_over or (every and done > 0 and done % every == 0 and not last)):
-            self.book.eval_history.append(self.evaluate(tag="cold-start" if hand_over else f"cycle{done}"))
-        if config.train.save_every_cycles and done > 0 and done % config.train.save_every_cycles == 0:
-            self.save(step_name(ctx.counters.global_step))
-        elif walked % self.rolling_every == 0 and not last:
-            self.save(ROLLING)
-
-# %% ../../nbs/66_training.trainer.ipynb #training
-class _Training(_Saving):
-    """One pass through the cycles of a run."""
-
-    def prepare(self, found: Checkpoint | None) -> None:
-        """Teacher, cache and offline set; coming from a checkpoint they must be what they were."""
-        ctx, run = self.ctx, self.run
-        if not needs_teacher(ctx.config):
-            return
-        self.book.teacher = prepare_teacher(ctx, run.path.parent)
-        open_cache(ctx, run, self.book.teacher)
-        if ctx.cache is not None and found is not None and (snapshot := found.state["record"]["cache"]) is not None:
-            ctx.cache.restore(snapshot)
-        known = found.state["offline_dataset_digest"] if found is not None else None
-        if known is None:
-            drop_folder(run.offline_dataset)
-        elif ctx.cache is not None:
-            ctx.dataset = load_dataset(run.offline_dataset, ctx.cache, known)
-            ctx.log.event("offline_dataset_loaded", digest=known)
-
-    def play(self) -> Checkpoint:
-        """Everything from the baseline to the final checkpoint."""
-        ctx, config, book, cycle = self.ctx, self.ctx.config, self.book, Cycle(self.ctx)
-        if ctx.counters.global_step == 0 and (config.train.sft_warmup_cycles or config.run.mode == "sft"):
-            ctx.log.event("oracle_traces_not_logged", reason="they follow from task, environment version and tokenizer")
-        if config.eval.enabled and book.baseline_eval is None:
-            book.baseline_eval = self.evaluate(tag="baseline")
-        while ctx.counters.cycle < config.train.cycles:
-            if phase_name(config, ctx.counters.cycle) == "offline_kd" and ctx.dataset is None:
-                ctx.dataset = make_offline_dataset(ctx, self.run.offline_dataset)
-            self.after(cycle(ctx.counters.cycle))
-        if config.eval.enabled and book.final_eval is None:
-            book.final_eval = self.evaluate(tag="final")
-        final = self.save(FINAL)
-        if config.run.mode == "opd" and ctx.cache is not None:
-            ctx.cache.prune(config.cache.keep_cycles)
-        return final
-
-# %% ../../nbs/66_training.trainer.ipynb #opened
-class _Opened:
-    """A run with its lock, its models and its context; everything that a trainer holds."""
-
-    found: Checkpoint | None
-    result: TrainResult | None
+    run: RunDir
     context: RunContext
-
-    def __init__(self, config: RunConfig, run: RunDir, *, offline: bool, on_progress: Progress | None, rolling_every: int | None) -> None:
-        self.config, self.run, self.rolling_every = config, run, rolling_every
-        self.parts = build_parts(config, offline=offline)
-        self.device = self.parts.device
-        self.book, self.found, self.result = Book(), None, None
-        self.notice = ""
-        self._progress, self._held = on_progress or no_progress, ExitStack()
-        self._busy, self._doing, self._closed, self._used = threading.Lock(), "", False, False
-
-    def _begin(self, submitted: bytes | None, overwrite: bool) -> None:
-        """Publish the directory of a new run."""
-        make_run_directory(self.parts, self.run, submitted=submitted, overwrite=overwrite)
-        drop_folder(cache_folder(self.config, self.run))
-        self.context = new_context(self.parts, self.run, self._progress)
-
-# %% ../../nbs/66_training.trainer.ipynb #continued
-class _Continued(_Opened):
-    """Finding out where an existing run stands."""
-
-    def _continue(self, status: str) -> None:
-        """Put the context to the latest checkpoint, or to the beginning if there is none."""
-        run, complete = self.run, status == "completed" and self.run.eval.exists()
-        if not complete:
-            remove_temps(run.path)
-            recover_checkpoints(run.checkpoints)
-        self.found = latest_checkpoint(run.checkpoints)
-        self.context = new_context(self.parts, run, self._progress)
-        if self.found is None:
-            self.context.log.truncate(dict.fromkeys(self.context.log.NAMES, 0))
-            drop_folder(cache_folder(self.config, run))
-            self.notice = f"{run.path.name} has no checkpoint: it starts again from the beginning"
-            return
-        restore_state(self.context, self.found.state, cut=not complete)
-        load_checkpoint(self.found.path, backend=self.context.student, optimizer=self.context.optimizer, include_rng=False)
-        self.book = Book.from_record(self.found.state["record"])
-        self.notice = f"{run.path.name} continues at cycle {self.context.counters.cycle}, optimizer step {self.found.global_step}"
-        if complete:
-            self.result = TrainResult.read(run.eval)
-            self.notice = f"{run.path.name} is complete ({self.found.global_step} optimizer steps); nothing was changed"
-
-# %% ../../nbs/66_training.trainer.ipynb #exclusive
-class _Exclusive(_Continued):
-    """Exclusion of operations, and a view on what is held."""
-
-    @contextmanager
-    def _operation(self, name: str) -> Iterator[None]:
-        """Hold the trainer for one operation; TrainingError if it is busy or closed."""
-        if not self._busy.acquire(blocking=False):
-            raise TrainingError(f"{name} was called while {self._doing} is running", hint="a trainer does one thing at a time")
-        try:
-            self._live()
-            self._doing = name
-            yield
-        finally:
-            self._busy.release()
-
-    def _live(self) -> RunContext:
-        if self._closed:
-            raise TrainingError("the trainer is closed", hint="open the run again")
-        return self.context
-
-    @property
-    def student(self) -> Backend:
-        """The model that is trained."""
-        return self._live().student
-
-    @property
-    def optimizer(self) -> AdamW:
-        """Its optimizer."""
-        return self._live().optimizer
+    book: Book = field(default_factory=Book)
+    found: Checkpoint | None = None
+    result: TrainResult | None = None
+    notice: str = ""
+    begun: bool = False
+    held: ExitStack = field(default_factory=ExitStack)
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the run starts from its beginning; only then may other weights be put under it."""
-        return self.found is None and not self._used
+        """Whether the run is at its beginning and has learned nothing."""
+        return self.found is None and not self.begun
 
-# %% ../../nbs/66_training.trainer.ipynb #closing
-class _Closing(_Exclusive):
-    """The end of a trainer."""
+# %% ../../nbs/66_training.trainer.ipynb #open-new
+def open_new(folder: Path, config: RunConfig, *, recipe: str | Path | None = None, overwrite: bool = False,
+             offline: bool = False, progress: Progress = no_progress) -> OpenRun:
+    """Build the models of a new run and publish its directory; `recipe` is the file as the user wrote it."""
+    run = RunDir(folder)
+    check_free(run, overwrite=overwrite)
+    parts = build_parts(config, offline=offline)
+    with ExitStack() as stack:
+        stack.enter_context(run_lock(run.path))
+        submitted = Path(recipe).read_bytes() if recipe is not None else None
+        make_run_directory(parts, run, submitted=submitted, overwrite=overwrite)
+        drop_folder(cache_folder(config, run))
+        return OpenRun(run, new_context(parts, run, progress), held=stack.pop_all())
+
+# %% ../../nbs/66_training.trainer.ipynb #open-existing
+def open_existing(folder: Path, given: RunConfig | None = None, *, offline: bool = False,
+                  progress: Progress = no_progress) -> OpenRun:
+    """Lock an existing run and put it where its directory says that it stands; `given` must be its own recipe."""
+    run = RunDir.open(folder)
+    with ExitStack() as stack:
+        stack.enter_context(run_lock(run.path))
+        complete = observed_status(run) == "completed" and run.eval.exists()
+        parts = build_parts(recorded_recipe(run, given), offline=offline)
+        if not complete:
+            remove_temps(run.path)
+            recover_checkpoints(run.checkpoints)
+        opened = OpenRun(run, new_context(parts, run, progress), found=latest_checkpoint(run.checkpoints))
+        if opened.found is None:
+            _start_again(opened)
+        else:
+            _go_on(opened, opened.found, complete)
+        opened.held = stack.pop_all()
+        return opened
+
+# %% ../../nbs/66_training.trainer.ipynb #where-it-stands
+def _start_again(opened: OpenRun) -> None:
+    """Empty the journals and the cache."""
+    ctx, run = opened.context, opened.run
+    ctx.log.truncate(dict.fromkeys(ctx.log.NAMES, 0))
+    drop_folder(cache_folder(ctx.config, run))
+    opened.notice = f"{run.path.name} has no checkpoint: it starts again from the beginning"
+
+
+def _go_on(opened: OpenRun, found: Checkpoint, complete: bool) -> None:
+    """Put context, models and book to a checkpoint; a complete run keeps its journals as they are."""
+    ctx, run, step = opened.context, opened.run, found.global_step
+    opened.book = restore_state(ctx, found.state, cut=not complete)
+    load_checkpoint(found.path, backend=ctx.student, optimizer=ctx.optimizer, include_rng=False)
+    opened.notice = f"{run.path.name} continues at cycle {ctx.counters.cycle}, optimizer step {step}"
+    if complete:
+        opened.result = TrainResult.read(run.eval)
+        opened.notice = f"{run.path.name} is complete ({step} optimizer steps); nothing was changed"
+
+# %% ../../nbs/66_training.trainer.ipynb #close-run
+def close_run(opened: OpenRun) -> None:
+    """Give back everything that an open run holds; its directory, result and notice stay readable."""
+    try:
+        if opened.is_fresh:
+            update_manifest(opened.run, status="closed_before_training", finished_at=utc_now())
+        opened.context.log.close()
+        if opened.context.cache is not None:
+            opened.context.cache.close()
+    finally:
+        del opened.context
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        opened.held.close()
+
+# %% ../../nbs/66_training.trainer.ipynb #save
+def save(opened: OpenRun, name: str) -> Checkpoint:
+    """Write a checkpoint of everything as it is now; its event is part of what it remembers."""
+    ctx = opened.context
+    if name != ROLLING:
+        ctx.log.event("checkpoint_saved", name=name, step=ctx.counters.global_step)
+    return save_checkpoint(opened.run.checkpoints, name, backend=ctx.student, optimizer=ctx.optimizer,
+                           state=run_state(ctx, opened.book))
+
+# %% ../../nbs/66_training.trainer.ipynb #report
+def report_cycle(ctx: RunContext, record: dict[str, Any], planned: int) -> None:
+    """Tell the progress callback about a finished cycle."""
+    info = {name: record[name] for name in ("phase", "loss", "step")}
+    if record["student_rollouts"]:
+        info["success_rate"] = record["rollouts"]["success_rate"]
+    ctx.progress("cycle", ctx.counters.cycle + ctx.config.train.sft_warmup_cycles, planned, info)
+
+# %% ../../nbs/66_training.trainer.ipynb #walk-cycles
+def walk_cycles(opened: OpenRun, due: Schedule) -> None:
+    """Run the cycles that are left, and after each of them what is due."""
+    ctx, cycle, evaluate = opened.context, Cycle(opened.context), Evaluate(opened.context)
+    while ctx.counters.cycle < ctx.config.train.cycles:
+        if ctx.dataset is None and phase_name(ctx.config, ctx.counters.cycle) == "offline_kd":
+            ctx.dataset = make_offline_dataset(ctx, opened.run.offline_dataset)
+        report_cycle(ctx, cycle(ctx.counters.cycle), due.planned)
+        if tag := due.evaluation(ctx.counters.cycle):
+            opened.book.eval_history.append(evaluate(tag=tag))
+        if name := due.checkpoint(ctx.counters.cycle, ctx.counters.global_step):
+            save(opened, name)
+
+
+def walk(opened: OpenRun, due: Schedule) -> Checkpoint:
+    """Everything from the baseline to the final checkpoint."""
+    ctx, config, book = opened.context, opened.context.config, opened.book
+    if ctx.counters.global_step == 0 and (config.train.sft_warmup_cycles or config.run.mode == "sft"):
+        ctx.log.event("oracle_traces_not_logged", reason="they follow from task, environment version and tokenizer")
+    if config.eval.enabled and book.baseline_eval is None:
+        book.baseline_eval = Evaluate(ctx)(tag="baseline")
+    walk_cycles(opened, due)
+    if config.eval.enabled and book.final_eval is None:
+        book.final_eval = Evaluate(ctx)(tag="final")
+    final = save(opened, FINAL)
+    if config.run.mode == "opd" and ctx.cache is not None:
+        ctx.cache.prune(config.cache.keep_cycles)
+    return final
+
+# %% ../../nbs/66_training.trainer.ipynb #seed-to-result
+def _seed_to_result(opened: OpenRun, due: Schedule) -> TrainResult:
+    ctx, run, found, book = opened.context, opened.run, opened.found, opened.book
+    book.started = time.perf_counter()
+    seed_everything(ctx.config.run.seed)
+    ctx.log.event("resumed" if found else "run_start", step=ctx.counters.global_step, cycle=ctx.counters.cycle,
+                  mode=str(ctx.config.run.mode), objective=ctx.config.objective_name)
+    book.teacher = prepare_targets(ctx, run, found.state if found is not None else None)
+    if found is not None:
+        restore_rng(decode_rng(found.state["rng"]))
+    final = found if found is not None and found.path.name == FINAL else walk(opened, due)
+    result = result_of(ctx, book, run.path.name, final)
+    ctx.log.event("run_end", step=result.global_step, cycles=result.cycles_completed)
+    ctx.log.positions()
+    write_atomic(run.eval, canonical_json(result.to_dict()))
+    drop_folder(run.checkpoints / ROLLING)
+    update_manifest(run, **closing_entries(ctx, result))
+    return result
+
+# %% ../../nbs/66_training.trainer.ipynb #train-run
+def train_run(opened: OpenRun, due: Schedule) -> TrainResult:
+    """Train an open run to its end; a complete one returns its recorded result. TrainingError at a second try."""
+    if opened.result is not None:
+        return opened.result
+    if opened.begun:
+        raise TrainingError("train() was called twice", hint="open the run again to continue it")
+    opened.begun, outer, ctx = True, capture_rng(), opened.context
+    update_manifest(opened.run, status="running", started_at=utc_now(), finished_at=None, error=None,
+                    resumed_at_step=opened.found.global_step if opened.found else None)
+    try:
+        with torch_settings(ctx.config, ctx.device):
+            opened.result = _seed_to_result(opened, due)
+        return opened.result
+    except BaseException as error:
+        _ended_badly(opened, error)
+        raise
+    finally:
+        restore_rng(outer)
+
+
+def _ended_badly(opened: OpenRun, error: BaseException) -> None:
+    """Say in manifest and events how it ended; if that fails too, `error` still is the one that is raised."""
+    status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    told = f"{type(error).__name__}: {error}"
+    try:
+        opened.context.log.event(f"run_{status}", error=told)
+        update_manifest(opened.run, status=status, finished_at=utc_now(), error=told)
+    except (MiniVerlError, OSError) as second:
+        error.add_note(f"the manifest could not be updated either: {second}")
+
+# %% ../../nbs/66_training.trainer.ipynb #one-at-a-time
+class OneAtATime:
+    """Admits one operation at a time, and none after the last."""
+
+    def __init__(self) -> None:
+        self._busy, self._doing, self.over = threading.Lock(), "", False
+
+    def check(self) -> None:
+        """TrainingError after the last operation."""
+        if self.over:
+            raise TrainingError("the trainer is closed", hint="open the run again")
+
+    @contextmanager
+    def operation(self, name: str, *, last: bool = False) -> Iterator[None]:
+        """The enclosed work is operation `name`; TrainingError while another one is running, or after the last."""
+        if not self._busy.acquire(blocking=False):
+            raise TrainingError(f"{name} was called while {self._doing} is running",
+                                hint="a trainer does one thing at a time")
+        try:
+            self.check()
+            self._doing = name
+            try:
+                yield
+            finally:
+                self.over = last
+        finally:
+            self._busy.release()
+
+# %% ../../nbs/66_training.trainer.ipynb #opd-trainer
+class OPDTrainer:
+    """Owns one run: trains, evaluates, saves and continues it. Use it as a context manager.
+
+    Parameters
+    ----------
+    config : RunConfig, optional
+        The recipe; may be left out when a run is continued.
+    run_dir : path, optional
+        The run directory; ``<run.output_dir>/<run.run_id>`` by default, with a generated id if the recipe has none.
+    continue_run, overwrite, offline : bool
+        Continue the run in `run_dir`; replace an older run of that name; load models without the network.
+    recipe : path, optional
+        The recipe file as the user wrote it; a copy is kept.
+    on_progress : callable, optional
+        Called as ``on_progress(phase, done, total, info)``.
+    rolling_every : int, optional
+        Cycles between two rolling checkpoints; a twentieth of the run by default.
+    """
+
+    def __init__(self, config: RunConfig | None = None, *, run_dir: str | Path | None = None,
+                 continue_run: bool = False, overwrite: bool = False, offline: bool = False,
+                 recipe: str | Path | None = None, on_progress: Progress | None = None,
+                 rolling_every: int | None = None) -> None:
+        folder, progress = run_folder(config, run_dir), on_progress or no_progress
+        if continue_run:
+            opened = open_existing(folder, config, offline=offline, progress=progress)
+        elif config is not None:
+            opened = open_new(folder, config, recipe=recipe, overwrite=overwrite, offline=offline, progress=progress)
+        else:
+            raise ConfigError(f"no recipe for a new run in {folder}",
+                              hint="pass config, or use OPDTrainer.resume(run_dir)")
+        self.run, self.notice = opened.run, opened.notice
+        self._opened, self._one, self._due = opened, OneAtATime(), Schedule(opened.context.config, rolling_every)
+
+    @classmethod
+    def resume(cls, run_dir: str | Path, config: RunConfig | None = None, **options: Any) -> Self:
+        """Continue the idle run in `run_dir`; a `config` must be its own recipe, `options` are the constructor's."""
+        return cls(config, run_dir=run_dir, continue_run=True, **options)
+
+    def train(self) -> TrainResult:
+        """Train to the end, once; see `train_run`."""
+        with self._one.operation("train"):
+            return train_run(self._opened, self._due)
+
+    def evaluate(self, split: str | None = None, tasks: int | None = None, tag: str = "eval") -> dict[str, Any]:
+        """Play a split with the current student and log the record; see `phases.Evaluate`."""
+        with self._one.operation("evaluate"), torch_settings(self.context.config, self.context.device):
+            payload = Evaluate(self.context)(split, tasks, tag)
+            self.context.log.positions()
+            return payload
+
+    def load_weights(self, path: str | Path, *, event: str = "checkpoint_loaded", **told: Any) -> Checkpoint:
+        """Put the weights of another run's checkpoint under a fresh run; no moments, no random state come along."""
+        with self._one.operation("load_weights"):
+            if not self.is_fresh:
+                raise TrainingError("weights were to be loaded into a run that has trained already",
+                                    hint="start a new run")
+            found = load_checkpoint(path, backend=self.student, include_optimizer=False, include_rng=False)
+            self.context.log.event(event, content_digest=found.content_digest, global_step=found.global_step, **told)
+            return found
 
     def close(self) -> None:
         """Give everything back; closing twice is harmless."""
-        if self._closed:
-            return
-        with self._operation("close"):
-            try:
-                if not self._used and self.result is None and self.found is None:
-                    update_manifest(self.run, status="closed_before_training", finished_at=utc_now())
-                self.context.log.close()
-                if self.context.cache is not None:
-                    self.context.cache.close()
-            finally:
-                self._closed = True
-                del self.context, self.parts
-                gc.collect()
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
-                self._held.close()
+        if not self._one.over:
+            with self._one.operation("close", last=True):
+                close_run(self._opened)
 
     def __enter__(self) -> Self:
         return self
@@ -225,136 +339,28 @@ class _Closing(_Exclusive):
                 raise
             error.add_note(f"closing the trainer failed too: {second}")
 
-# %% ../../nbs/66_training.trainer.ipynb #running
-class _Running(_Closing):
-    """What happens in `train()`, and what is said when it ends badly."""
+    @property
+    def context(self) -> RunContext:
+        """What the phases share; TrainingError once the trainer is closed."""
+        self._one.check()
+        return self._opened.context
 
-    def _train(self) -> TrainResult:
-        ctx, found = self.context, self.found
-        self.book.started = time.perf_counter()
-        training = _Training(ctx, self.run, self.book, self.rolling_every)
-        seed_everything(self.config.run.seed)
-        ctx.log.event("resumed" if found else "run_start", step=ctx.counters.global_step, cycle=ctx.counters.cycle, mode=str(self.config.run.mode),
-                      objective=self.config.objective_name)
-        training.prepare(found)
-        if found is not None:
-            restore_rng(decode_rng(found.state["rng"]))
-        final = found if found is not None and found.path.name == FINAL else training.play()
-        result = result_of(ctx, self.book, self.run.path.name, final)
-        ctx.log.event("run_end", step=result.global_step, cycles=result.cycles_completed)
-        ctx.log.positions()
-        write_atomic(self.run.eval, canonical_json(result.to_dict()))
-        drop_folder(self.run.checkpoints / ROLLING)
-        update_manifest(self.run, **closing_entries(ctx, result))
-        return result
+    @property
+    def student(self) -> Backend:
+        """The model that is trained."""
+        return self.context.student
 
-    def _ended_badly(self, error: BaseException) -> None:
-        """Say in manifest and events how it ended; if even that fails, the first error still is the one that is raised."""
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        told = f"{type(error).__name__}: {error}"
-        try:
-            self.context.log.event(f"run_{status}", error=told)
-            update_manifest(self.run, status=status, finished_at=utc_now(), error=told)
-        except (MiniVerlError, OSError) as second:
-            error.add_note(f"the manifest could not be updated either: {second}")
+    @property
+    def optimizer(self) -> AdamW:
+        """Its optimizer."""
+        return self.context.optimizer
 
-# %% ../../nbs/66_training.trainer.ipynb #train-once
-class _TrainOnce(_Running):
-    """The outside of `train()`."""
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the run is at its beginning; only then may other weights be put under it."""
+        return self._opened.is_fresh
 
-    def train(self) -> TrainResult:
-        """Train to the end and return the result; a run that is complete already returns its recorded result.
-
-        Raises
-        ------
-        TrainingError
-            If it was called before, or training cannot go on.
-        """
-        with self._operation("train"):
-            if self.result is not None:
-                return self.result
-            if self._used:
-                raise TrainingError("train() was called twice", hint="open the run again to continue it")
-            self._used, outer = True, capture_rng()
-            update_manifest(self.run, status="running", started_at=utc_now(), finished_at=None, error=None,
-                            resumed_at_step=self.found.global_step if self.found else None)
-            try:
-                with torch_settings(self.config, self.device):
-                    self.result = self._train()
-            except BaseException as error:
-                self._ended_badly(error)
-                raise
-            finally:
-                restore_rng(outer)
-            return self.result
-
-# %% ../../nbs/66_training.trainer.ipynb #uses
-class _Uses(_TrainOnce):
-    """Evaluation, and foreign weights."""
-
-    def evaluate(self, split: str | None = None, tasks: int | None = None, tag: str = "eval") -> dict[str, Any]:
-        """Play a split with the current student; see `phases.Evaluate`. The record is appended to the run's journals."""
-        with self._operation("evaluate"), torch_settings(self.config, self.device):
-            payload = Evaluate(self.context)(split, tasks, tag)
-            self.context.log.positions()
-            return payload
-
-    def load_weights(self, path: str | Path, *, event: str = "checkpoint_loaded", **told: Any) -> Checkpoint:
-        """Start from the weights of another run's checkpoint: no moments, no random state.
-
-        Raises
-        ------
-        TrainingError
-            If this run has already learned something: its own weights are not overwritten.
-        """
-        with self._operation("load_weights"):
-            if not self.is_fresh:
-                raise TrainingError("weights were to be loaded into a run that has trained already", hint="start a new run")
-            found = load_checkpoint(path, backend=self.student, include_optimizer=False, include_rng=False)
-            self.context.log.event(event, content_digest=found.content_digest, global_step=found.global_step, **told)
-            return found
-
-    @classmethod
-    def resume(cls, run_dir: str | Path, config: RunConfig | None = None, **options: Any) -> Self:
-        """Continue the run in `run_dir`, which must be idle; a `config` given along must be its own recipe.
-
-        `options` are `offline`, `on_progress` and `rolling_every` of the trainer.
-        """
-        return cls(config, run_dir=run_dir, continue_run=True, **options)  # type: ignore[arg-type, call-arg]
-
-# %% ../../nbs/66_training.trainer.ipynb #opd-trainer
-class OPDTrainer(_Uses):
-    """Owns one run: trains, evaluates, saves and continues it. Use it as a context manager.
-
-    Parameters
-    ----------
-    config : RunConfig, optional
-        The recipe; may be left out when a run is continued.
-    run_dir : path, optional
-        The run directory; ``<run.output_dir>/<run.run_id>`` by default, with a generated id if the recipe has none.
-    continue_run, overwrite, offline : bool
-        Continue the run in `run_dir`; replace an older run of that name; never touch the network when models are loaded.
-    recipe : path, optional
-        The recipe file as the user wrote it; a copy is kept.
-    on_progress : callable, optional
-        Called as ``on_progress(phase, done, total, info)``.
-    rolling_every : int, optional
-        Cycles between two rolling checkpoints; a twentieth of the run by default.
-    """
-
-    def __init__(self, config: RunConfig | None = None, *, run_dir: str | Path | None = None, continue_run: bool = False,
-                 overwrite: bool = False, offline: bool = False, recipe: str | Path | None = None,
-                 on_progress: Progress | None = None, rolling_every: int | None = None) -> None:
-        run = place_of_run(config, run_dir, resume=continue_run, overwrite=overwrite)
-        with ExitStack() as stack:
-            if continue_run:
-                status = observed_status(run)
-                stack.enter_context(run_lock(run.path))
-                config = recorded_recipe(run, config)
-            super().__init__(config, run, offline=offline, on_progress=on_progress, rolling_every=rolling_every)  # type: ignore[arg-type]
-            if continue_run:
-                self._continue(status)
-            else:
-                stack.enter_context(run_lock(run.path))
-                self._begin(Path(recipe).read_bytes() if recipe is not None else None, overwrite)
-            self._held = stack.pop_all()
+    @property
+    def result(self) -> TrainResult | None:
+        """The result, once there is one."""
+        return self._opened.result

@@ -59,7 +59,9 @@ class Sample:
 
 # %% ../../nbs/62b_training.update.ipynb #coefficients
 def coefficients(group: Sequence[Sample], reduction: str) -> list[np.ndarray]:
-    """Loss coefficient of every selected position, one float64 array [N_t] per sample; they sum to 1 unless all weights are 0.
+    """Loss coefficient of every selected position, one float64 array [N_t] per sample.
+
+    They sum to 1 unless all weights are 0.
 
     Parameters
     ----------
@@ -75,7 +77,7 @@ def coefficients(group: Sequence[Sample], reduction: str) -> list[np.ndarray]:
 # %% ../../nbs/62b_training.update.ipynb #batch
 @dataclass(frozen=True)
 class _Batch:
-    """One padded micro-batch: ids and mask ``[B, T]``, and for N positions their flat index, token id and coefficient."""
+    """A padded micro-batch: ids and mask ``[B, T]``; for N positions their flat index, token id and coefficient."""
 
     token_ids: Tensor
     attention_mask: Tensor
@@ -97,16 +99,19 @@ def _padded(samples: Sequence[Sample], pad_id: int) -> tuple[np.ndarray, np.ndar
 TeacherHead = tuple[Tensor, Tensor | None]
 
 
-def _targets_of(samples: Sequence[Sample], head: TeacherHead | None, device: torch.device) -> BucketedTargets | ExactTargets | None:
+def _targets_of(samples: Sequence[Sample], head: TeacherHead | None,
+                device: torch.device) -> BucketedTargets | ExactTargets | None:
     """The teacher's side of a micro-batch; every sample must have the same kind."""
     hidden = [s.teacher_hidden for s in samples if s.teacher_hidden is not None]
     stored = [s.targets for s in samples if s.targets is not None]
     if not hidden and not stored:
         return None
     if len(hidden) == len(samples) and head is not None:
-        return ExactTargets(torch.cat(hidden).to(device), head[0].detach(), None if head[1] is None else head[1].detach())
+        return ExactTargets(torch.cat(hidden).to(device), head[0].detach(),
+                            None if head[1] is None else head[1].detach())
     if len(stored) != len(samples):
-        raise TrainingError("some samples of a group have teacher targets and others do not", hint="score the whole group")
+        raise TrainingError("some samples of a group have teacher targets and others do not",
+                            hint="score the whole group")
     zero = np.concatenate([np.full(len(t), t.tail_is_exact_zero) for t in stored])
     return BucketedTargets(
         torch.from_numpy(np.concatenate([t.topk_indices for t in stored]).astype(np.int64)).to(device),
@@ -122,10 +127,12 @@ def _make_batch(samples: Sequence[Sample], weights: Sequence[np.ndarray], pad_id
     width = ids.shape[1]
     positions = [np.asarray(s.selection.positions, dtype=np.int64) for s in samples]
     flat = np.concatenate([row * width + p - 1 for row, p in enumerate(positions)])
-    tokens = np.concatenate([np.asarray(s.trajectory.token_ids, dtype=np.int64)[p] for s, p in zip(samples, positions, strict=True)])
+    tokens = np.concatenate([np.asarray(s.trajectory.token_ids, dtype=np.int64)[p]
+                             for s, p in zip(samples, positions, strict=True)])
     factors = np.concatenate(list(weights)).astype(np.float32)
     on_device = [torch.from_numpy(a).to(device) for a in (ids, mask, flat, tokens, factors)]
-    return _Batch(on_device[0], on_device[1], on_device[2], on_device[3], on_device[4], _targets_of(samples, head, device))
+    return _Batch(on_device[0], on_device[1], on_device[2], on_device[3], on_device[4],
+                  _targets_of(samples, head, device))
 
 # %% ../../nbs/62b_training.update.ipynb #accumulate
 def accumulate(student: Backend, group: Sequence[Sample], *, reduction: str, spec: LossSpec, chunk_size: int, rows: int,
@@ -148,7 +155,8 @@ def accumulate(student: Backend, group: Sequence[Sample], *, reduction: str, spe
         result = chunked_loss(hidden.flatten(0, 1)[batch.rows], head, bias, target_token_ids=batch.target_ids,
                               coefficients=batch.coefficients, targets=batch.targets, spec=spec, chunk_size=chunk_size)
         result.loss.backward()
-        yield LossResult(result.loss.detach(), result.per_position, result.divergence, result.nll, result.teacher_entropy)
+        yield LossResult(result.loss.detach(), result.per_position, result.divergence, result.nll,
+                         result.teacher_entropy)
 
 # %% ../../nbs/62b_training.update.ipynb #step-outcome
 @dataclass(frozen=True)
@@ -170,7 +178,8 @@ class StepOutcome:
     lr: float
 
 
-def _summarise(group: Sequence[Sample], parts: Sequence[LossResult], weights: Tensor, norm: float, lr: float) -> StepOutcome:
+def _summarise(group: Sequence[Sample], parts: Sequence[LossResult], weights: Tensor, norm: float,
+               lr: float) -> StepOutcome:
     labels = [kind for sample in group for kind in sample.selection.span_types]
     losses = torch.cat([p.per_position for p in parts]).float().cpu()
     nll = torch.cat([p.nll for p in parts]).float().cpu()
@@ -199,7 +208,8 @@ def take_step(group: Sequence[Sample], *, student: Backend, optimizer: AdamW, gu
     group = sorted(group, key=lambda sample: sample.length)
 
     def work(chunk_size: int, rows: int) -> list[LossResult]:
-        return list(accumulate(student, group, reduction=reduction, spec=spec, chunk_size=chunk_size, rows=rows, teacher_head=teacher_head))
+        return list(accumulate(student, group, reduction=reduction, spec=spec, chunk_size=chunk_size, rows=rows,
+                               teacher_head=teacher_head))
 
     optimizer.zero_grad()
     student.train()
