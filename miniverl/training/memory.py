@@ -14,7 +14,8 @@ import torch
 from ..core import TrainingError
 
 # %% auto #0
-__all__ = ['capture_rng', 'restore_rng', 'seed_everything', 'is_out_of_memory', 'MemoryGuard', 'run_guarded']
+__all__ = ['capture_rng', 'restore_rng', 'seed_everything', 'is_out_of_memory', 'MemoryGuard', 'guard_state', 'restore_guard',
+           'run_guarded']
 
 # %% ../../nbs/62_training.memory.ipynb #capture-rng
 def capture_rng() -> dict[str, Any]:
@@ -84,15 +85,17 @@ class MemoryGuard:
         self.history.append({"chunk_size": chunk, "rows": rows})
         return True
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the guard."""
-        return {"chunk_size": self.chunk_size, "rows": self.rows, "retries_used": self.retries_used,
-                "history": list(self.history)}
+# %% ../../nbs/62_training.memory.ipynb #guard-state
+def guard_state(guard: MemoryGuard) -> dict[str, Any]:
+    """What a checkpoint keeps of the guard."""
+    return {"chunk_size": guard.chunk_size, "rows": guard.rows, "retries_used": guard.retries_used,
+            "history": list(guard.history)}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with the sizes of a checkpoint."""
-        self.chunk_size, self.rows, self.retries_used = state["chunk_size"], state["rows"], state["retries_used"]
-        self.history = list(state["history"])
+
+def restore_guard(guard: MemoryGuard, state: Mapping[str, Any]) -> None:
+    """Continue with the sizes of a checkpoint."""
+    guard.chunk_size, guard.rows, guard.retries_used = state["chunk_size"], state["rows"], state["retries_used"]
+    guard.history = list(state["history"])
 
 # %% ../../nbs/62_training.memory.ipynb #run-guarded
 def run_guarded(guard: MemoryGuard, work: Callable[[int, int], _T], *, zero_grad: Callable[[], None],

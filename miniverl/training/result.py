@@ -14,6 +14,7 @@ from ..store import RunDir, write_atomic
 from .accounting import clock_state, restore_clock, restore_totals, run_ratios, totals_state
 from .accounting import train_seconds
 from .checkpoints import Checkpoint
+from .memory import guard_state, restore_guard
 from .phases import Counters, RunContext
 
 # %% auto #0
@@ -53,7 +54,7 @@ def run_state(ctx: RunContext, book: Book) -> dict[str, Any]:
     return {
         **asdict(ctx.counters), "policy_version": ctx.counters.parameter_version, "task_cursor": ctx.cursor.taken,
         "dataset_cursor": ctx.dataset_taken, "offline_dataset_digest": ctx.dataset.digest if ctx.dataset else None,
-        "totals": totals_state(ctx.totals), "memory": ctx.guard.state(),
+        "totals": totals_state(ctx.totals), "memory": guard_state(ctx.guard),
         "record": {**book.to_record(), "config_digest": ctx.config.digest, "clock": clock_state(ctx.clock),
                    "cache": ctx.cache.snapshot() if ctx.cache is not None else None, "journals": ctx.log.positions()},
     }
@@ -81,7 +82,7 @@ def restore_state(ctx: RunContext, state: Mapping[str, Any], *, cut: bool = True
     ctx.cursor.taken, ctx.dataset_taken = int(state["task_cursor"]), int(state["dataset_cursor"])
     ctx.totals = restore_totals(state["totals"])
     restore_clock(ctx.clock, record["clock"])
-    ctx.guard.restore(state["memory"])
+    restore_guard(ctx.guard, state["memory"])
     if cut:
         ctx.log.truncate(record["journals"])
     return Book.from_record(record)
