@@ -26,7 +26,6 @@ import torch
 from benchmarks import perf_loss, toy_learning
 from miniverl.agent.loop import EpisodeSpec, RolloutRunner
 from miniverl.cache.store import TeacherCache
-from miniverl.core import canonical_json
 from miniverl.environments.base import make_environment, make_splits
 from miniverl.models.backend import Backend
 from miniverl.models.toy import ToyBackend
@@ -62,7 +61,7 @@ def bare_decode(backend: Backend, steps: int, batch: int, capacity: int) -> None
 
 
 @torch.no_grad()
-def decode() -> Iterable[Row]:
+def decode(write: bool) -> Iterable[Row]:
     config = RunConfig.from_yaml(ROOT / "recipes" / "toy_cpu.yaml")
     environment = make_environment(config.environment)
     tasks = make_splits(environment, config.environment).train[:128]
@@ -88,11 +87,11 @@ def decode() -> Iterable[Row]:
 # --- whole runs ---------------------------------------------------------------------------------------------------------------
 
 
-def recipe() -> Iterable[Row]:
-    """`recipes/toy_cpu.yaml` from nothing (teacher fitted each time) and the record that the front page shows."""
+def recipe(write: bool) -> Iterable[Row]:
+    """`recipes/toy_cpu.yaml` from nothing (teacher fitted each time); `write` keeps the record that the front page shows."""
     record = toy_learning.measure()
-    toy_learning.OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    toy_learning.OUTPUT.write_text(canonical_json(record), encoding="utf-8")
+    if write:
+        toy_learning.write(record)
     runs = record["runs"]
     spent = [run["cpu_seconds"] for run in runs]
     final = ", ".join(f"{run['curve'][-1]['success_rate']:.1%}" for run in runs)
@@ -106,7 +105,7 @@ def recipe() -> Iterable[Row]:
     )
 
 
-def demo() -> Iterable[Row]:
+def demo(write: bool) -> Iterable[Row]:
     with tempfile.TemporaryDirectory() as folder:
         cpu, wall, _ = toy_learning.run_miniverl("demo", "--output", str(Path(folder, "demo")), "--json")
         points = eval_points(load_run(Path(folder, "demo")))
@@ -151,7 +150,7 @@ def made_up_targets(entries: int, positions: int, vocab: int, k: int) -> list[Te
     return made
 
 
-def cache_bytes() -> Iterable[Row]:
+def cache_bytes(write: bool) -> Iterable[Row]:
     for dtype, bar in (("float16", "<= 90 B"), ("float32", "<= 150 B")):
         found = []
         for positions in (10, 20):
@@ -177,7 +176,7 @@ def cache_bytes() -> Iterable[Row]:
 # --- loss ---------------------------------------------------------------------------------------------------------------------
 
 
-def loss() -> Iterable[Row]:
+def loss(write: bool) -> Iterable[Row]:
     for case in perf_loss.measure():
         peak, chunk = case.get("peak_bytes"), case["chunk_bytes"]
         memory = (
@@ -194,7 +193,7 @@ def loss() -> Iterable[Row]:
 
 # --- the table ----------------------------------------------------------------------------------------------------------------
 
-PARTS: dict[str, Callable[[], Iterable[Row]]] = {
+PARTS: dict[str, Callable[[bool], Iterable[Row]]] = {
     "decode": decode,
     "cache": cache_bytes,
     "loss": loss,
@@ -228,7 +227,7 @@ def main() -> None:
     rows: list[Row] = []
     for name in args.only.split(","):
         print(f"measuring {name}", file=sys.stderr)
-        rows.extend(PARTS[name]())
+        rows.extend(PARTS[name](args.write))
     print(table(rows))
     if args.write:
         RESULTS.mkdir(parents=True, exist_ok=True)

@@ -38,8 +38,12 @@ def _inputs(hidden_size: int, rows: int, spec: LossSpec | None) -> tuple[torch.T
     kept = torch.log_softmax(4 * torch.randn(rows, TOP_K, generator=g), -1) - 0.05
     tail = torch.log1p(-kept.exp().sum(1))
     targets = None if spec is None else BucketedTargets(ids, kept, tail, torch.zeros(rows, dtype=torch.bool))
-    options = {"target_token_ids": ids[:, 0], "coefficients": torch.full((rows,), 1 / rows), "targets": targets,
-               "spec": spec or LossSpec()}
+    options = {
+        "target_token_ids": ids[:, 0],
+        "coefficients": torch.full((rows,), 1 / rows),
+        "targets": targets,
+        "spec": spec or LossSpec(),
+    }
     return hidden, weight, options
 
 
@@ -76,7 +80,11 @@ def _resident(field: str) -> int:
 def _report_peak(side: str, hidden_size: int, rows: int, chunk_size: int, spec_name: str) -> None:
     torch.set_num_threads(1)
     hidden, weight, options = _inputs(hidden_size, rows, SPECS[spec_name])
-    small = options | {"targets": None, "target_token_ids": torch.zeros(1, dtype=torch.long), "coefficients": torch.ones(1)}
+    small = options | {
+        "targets": None,
+        "target_token_ids": torch.zeros(1, dtype=torch.long),
+        "coefficients": torch.ones(1),
+    }
     _ours(hidden[:1], weight[:64], small, 1)  # load what is loaded once
     Path("/proc/self/clear_refs").write_text("5")  # forget the high-water mark
     before = _resident("VmRSS")
@@ -98,8 +106,13 @@ def measure(repeats: int = 5, *, memory: bool = True) -> list[dict]:
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    cases = [(1024, 256, "reverse_kl"), (896, 256, "reverse_kl"), (1024, 16, "reverse_kl"),
-             (1024, 256, "reverse_kl, tau 2, nll 0.1"), (1024, 256, "nll only")]
+    cases = [
+        (1024, 256, "reverse_kl"),
+        (896, 256, "reverse_kl"),
+        (1024, 16, "reverse_kl"),
+        (1024, 256, "reverse_kl, tau 2, nll 0.1"),
+        (1024, 256, "nll only"),
+    ]
     try:
         return [_measure_one(*case, repeats=repeats, memory=memory) for case in cases]
     finally:
@@ -113,8 +126,10 @@ def _measure_one(hidden_size: int, chunk_size: int, spec_name: str, *, repeats: 
     floor: list[float] = []
     ours: list[float] = []
     for repeat in range(repeats + 1):
-        pair = (_seconds(lambda: [_floor(piece, weight) for piece in pieces]),
-                _seconds(lambda: _ours(hidden, weight, options, chunk_size)))
+        pair = (
+            _seconds(lambda: [_floor(piece, weight) for piece in pieces]),
+            _seconds(lambda: _ours(hidden, weight, options, chunk_size)),
+        )
         if repeat:  # the first pair warms up
             floor.append(pair[0])
             ours.append(pair[1])

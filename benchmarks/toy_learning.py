@@ -2,6 +2,7 @@
 
     python -m benchmarks.toy_learning             writes benchmarks/results/toy_cpu.json (about three minutes)
     python -m benchmarks.toy_learning --seeds 7,8 other seeds, printed only
+    python -m benchmarks.toy_learning --redraw    only the picture, from the committed record
 
 Each seed is a process of its own with an empty output folder, so its CPU seconds hold everything: imports, the teacher's fit,
 the cold start, the distillation and all evaluations. Afterwards the final checkpoint plays the test split, which no
@@ -23,12 +24,14 @@ from pathlib import Path
 import torch
 import yaml
 
-from miniverl.core import canonical_json, sha256_file
+from miniverl.core import canonical_json, read_json, sha256_file
+from miniverl.reporting.learning import seed_curves
 from miniverl.reporting.records import cold_start_steps, eval_points, load_run, phase_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "toy_cpu.yaml"
 OUTPUT = ROOT / "benchmarks" / "results" / "toy_cpu.json"
+PICTURE = ROOT / "docs" / "images" / "toy-learning.svg"
 SEEDS = (1, 2, 3, 4, 5)
 
 
@@ -56,9 +59,7 @@ def run_seed(seed: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         recipe, run = Path(folder, "recipe.yaml"), Path(folder, "run")
         recipe.write_text(yaml.safe_dump(mapping), encoding="utf-8")
-        cpu, wall, _ = run_child(
-            "miniverl.cli", "train", str(recipe), "--output", folder, "--run-id", "run", "--no-report"
-        )
+        cpu, wall, _ = run_miniverl("train", str(recipe), "--output", folder, "--run-id", "run", "--no-report")
         records = load_run(run)
         _, _, text = run_miniverl("eval", "--run", str(run), "--split", "test", "--json")
     test = json.loads(text)
@@ -98,17 +99,24 @@ def measure(seeds: tuple[int, ...] = SEEDS) -> dict:
     }
 
 
+def write(record: dict) -> None:
+    """The committed record and its picture."""
+    for path, text in ((OUTPUT, canonical_json(record)), (PICTURE, seed_curves(record))):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--seeds", default="", help="comma-separated seeds; prints instead of writing the committed record"
     )
+    parser.add_argument("--redraw", action="store_true", help="draw the committed record again")
     args = parser.parse_args()
     if args.seeds:
         print(canonical_json(measure(tuple(int(s) for s in args.seeds.split(",")))), end="")
         return
-    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.write_text(canonical_json(measure()), encoding="utf-8")
+    write(read_json(OUTPUT) if args.redraw else measure())
 
 
 if __name__ == "__main__":

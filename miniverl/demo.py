@@ -37,8 +37,8 @@ environment: {name: calculator, difficulty: easy, train_tasks: 512, eval_tasks: 
 rollout: {max_turns: 3, max_new_tokens_per_turn: 24, max_total_tokens: 96, temperature: 1.0, batch_size: 32}
 loss: {mode: bucketed_topk_tail, divergence: reverse_kl, top_k: 16}
 train:
-  sft_warmup_cycles: 45
-  cycles: 150
+  sft_warmup_cycles: 38
+  cycles: 180
   rollouts_per_cycle: 32
   gradient_accumulation_steps: 32
   update_batch: 32

@@ -7,10 +7,18 @@ python tools/readme.py --check   exit 1 if README.md is not what the notebook gi
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 from nbcells import ROOT, directives, source_of
+
+LINK = re.compile(r"\]\((?![a-z]+:|#|/)([^)]+)\)")
+
+
+def relink(text: str) -> str:
+    """Links that hold in nbs/ as links that hold one folder up."""
+    return LINK.sub(lambda m: f"]({m[1].removeprefix('../') if m[1].startswith('../') else 'nbs/' + m[1]})", text)
 
 
 def render(raw: dict) -> str:
@@ -19,7 +27,7 @@ def render(raw: dict) -> str:
     for cell in raw["cells"]:
         source = source_of(cell).strip()
         if cell["cell_type"] == "markdown":
-            parts.append(source.replace("../", ""))
+            parts.append(relink(source))
             continue
         marks = directives(source)
         if "hide" in marks:
@@ -34,7 +42,7 @@ def render(raw: dict) -> str:
 def _output(out: dict) -> str:
     data = out.get("data", {})
     if "text/markdown" in data:
-        return "".join(data["text/markdown"]).strip().replace("../", "")
+        return relink("".join(data["text/markdown"]).strip())
     text = "".join(data.get("text/plain", out.get("text", []))).strip()
     return f"```\n{text}\n```" if text else ""
 

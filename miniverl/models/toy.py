@@ -107,7 +107,7 @@ def init_weights(model: ToyDecoder, seed: int) -> None:
             if weight.dim() == 1:
                 weight.fill_(1.0)
                 continue
-            std = 1.0 if name == "embed.weight" else weight.shape[1] ** -0.5
+            std = 0.2 if name == "embed.weight" else weight.shape[1] ** -0.5
             scale = depth if name.endswith(("out.weight", "down.weight")) else 1.0
             weight.normal_(0.0, std * scale, generator=stream)
 

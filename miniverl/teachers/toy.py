@@ -21,7 +21,7 @@ from ..agent.episode import oracle_trajectory
 from ..core import BackendError, DataError, MiniVerlError, canonical_json, digest, read_json, sha256_bytes
 from ..environments.base import Environment, Task
 from ..models.loading import resolve_device
-from ..models.tokenizers import Tokenizer, ToyTokenizer
+from ..models.tokenizers import ToyTokenizer
 from ..models.toy import ToyBackend
 from ..schemas.config import RunConfig, TeacherConfig
 from ..schemas.trajectory import Trajectory
@@ -126,12 +126,18 @@ def _digest_traces(data: TraceTensors) -> str:
     return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()
 
 
-def _recipe(teacher: TeacherConfig, tokenizer: Tokenizer, environment: Environment, data: TraceTensors, device: str) -> dict[str, Any]:
-    """Everything that the fitted weights depend on."""
+def _weights(backend: ToyBackend) -> bytes:
+    """All weights as the bytes of a safetensors file."""
+    return save({name: value.detach().cpu().contiguous() for name, value in backend.module.state_dict().items()})
+
+
+def _recipe(teacher: TeacherConfig, start: ToyBackend, environment: Environment, data: TraceTensors) -> dict[str, Any]:
+    """Everything that the fitted weights depend on; the start is named by its bytes, so another initialisation is another teacher."""
     return {
-        "algorithm": _ALGORITHM, "torch": torch.__version__, "device": device, "shape": teacher.toy.model_dump(mode="json"),
+        "algorithm": _ALGORITHM, "torch": torch.__version__, "device": start.device.type, "start": sha256_bytes(_weights(start)),
+        "shape": teacher.toy.model_dump(mode="json"),
         "seed": teacher.toy_teacher_seed, "steps": teacher.toy_pretrain_steps, "lr": teacher.toy_pretrain_lr,
-        "batch": teacher.toy_pretrain_batch, "tokenizer": tokenizer.fingerprint, "environment": environment.provenance(),
+        "batch": teacher.toy_pretrain_batch, "tokenizer": start.tokenizer.fingerprint, "environment": environment.provenance(),
         "traces": {"count": len(data.ids), "sha256": _digest_traces(data)},
     }
 
@@ -163,7 +169,7 @@ def _load(folder: Path, name: str, backend: ToyBackend) -> FittedTeacher | None:
 
 def _save(folder: Path, fitted: FittedTeacher, recipe: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    data = save({name: value.detach().cpu().contiguous() for name, value in fitted.backend.module.state_dict().items()})
+    data = _weights(fitted.backend)
     record = {
         "digest": fitted.digest, "recipe": recipe, "fit_seconds": fitted.fit_seconds, "final_loss": fitted.final_loss,
         "losses": [round(loss, 6) for loss in fitted.losses], "weights_sha256": sha256_bytes(data),
@@ -205,11 +211,12 @@ def fit_toy_teacher(
     teacher, tokenizer, device = config.models.teacher, ToyTokenizer(), resolve_device(config.models.device)
     traces = [oracle_trajectory(environment, task, tokenizer, trajectory_id=f"{task.task_id}:teacher") for task in tasks]
     data = TraceTensors.of(traces, tokenizer.pad_id)
-    recipe = _recipe(teacher, tokenizer, environment, data, device.type)
+    start = _start(teacher, tokenizer, device)
+    recipe = _recipe(teacher, start, environment, data)
     name, folder = digest(recipe), None if store_dir is None else Path(store_dir)
     if folder is not None and (found := _load(folder, name, _start(teacher, tokenizer, device))):
         return found
-    fitted = _fitted(name, _start(teacher, tokenizer, device), data, teacher, on_progress)
+    fitted = _fitted(name, start, data, teacher, on_progress)
     if folder is not None:
         _save(folder, fitted, recipe)
     return fitted
