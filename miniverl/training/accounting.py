@@ -188,13 +188,11 @@ class RunLog:
     NAMES: tuple[str, ...] = ("metrics", "events", "trajectories", "eval_trajectories")
 
     def __init__(self, run: RunDir) -> None:
-        self._run = run
+        self._paths = {name: getattr(run, name) for name in self.NAMES}
         self._open: dict[str, Journal] = {}
 
     def _journal(self, name: str) -> Journal:
-        if name not in self._open:
-            self._open[name] = Journal(getattr(self._run, name))
-        return self._open[name]
+        return self._open.get(name) or self._open.setdefault(name, Journal(self._paths[name]))
 
     def metric(self, record: Mapping[str, Any]) -> None:
         """Append a record made by `metric_record`."""

@@ -161,7 +161,7 @@ class Score:
         stored = [cache.read(name, expected_policy_version=version) for name in names]
         return [replace(s, targets=t) for s, t in zip(samples, stored, strict=True)]
 
-
+# %% ../../nbs/65_training.phases.ipynb #open-cache-of
 def open_cache_of(ctx: RunContext) -> TeacherCache:
     """The cache of a run that stores targets."""
     if ctx.cache is None:

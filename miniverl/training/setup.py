@@ -201,7 +201,7 @@ def _first_files(parts: Parts, run_id: str, submitted: bytes | None) -> dict[str
     files = {name: text.encode("utf-8") for name, text in texts.items()}
     return files if submitted is None else {"config.submitted.yaml": submitted, **files}
 
-
+# %% ../../nbs/65b_training.setup.ipynb #make-run-directory
 def make_run_directory(parts: Parts, run: RunDir, *, submitted: bytes | None = None, overwrite: bool = False) -> None:
     """Write the first files of a run and publish its directory; the caller holds its lock.
 
