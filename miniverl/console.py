@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,23 +16,40 @@ from typing import Any, Self, TextIO
 from .core import DataError, MiniVerlError, canonical_json
 
 # %% auto #0
-__all__ = ['HANDLED', 'LOG_LEVELS', 'emit_json', 'say', 'note', 'table', 'describe_error', 'error_lines', 'report_error',
-           'set_log_level', 'info_text', 'clock_text', 'time_left', 'LineProgress', 'BarProgress', 'open_progress']
+__all__ = ['HANDLED', 'LOG_LEVELS', 'emit_json', 'printable', 'say', 'note', 'forgive_encodings', 'table', 'describe_error',
+           'error_lines', 'report_error', 'set_log_level', 'info_text', 'clock_text', 'time_left', 'LineProgress',
+           'BarProgress', 'open_progress']
 
 # %% ../nbs/95_console.ipynb #emit
 def emit_json(value: Any) -> None:
-    """Write one canonical JSON document to standard output."""
-    sys.stdout.write(canonical_json(value))
+    """Write one canonical JSON document to standard output; what its encoding lacks is written as JSON escapes."""
+    text = canonical_json(value)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = re.sub(r"[^\x00-\x7f]", lambda found: json.dumps(found.group())[1:-1], text)
+    sys.stdout.write(text)
+
+
+def printable(text: str) -> str:
+    """`text` with control and other unprintable characters escaped; line breaks and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def say(text: str = "") -> None:
     """Write a line of the result for people to standard output."""
-    print(text)
+    print(printable(text))
 
 
 def note(text: str) -> None:
     """Write a line that is not part of the result to standard error."""
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr)
+
+
+def forgive_encodings() -> None:
+    """Let standard output escape a character that its encoding lacks, as standard error does."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 # %% ../nbs/95_console.ipynb #table
 def table(rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> str:

@@ -68,7 +68,11 @@ def write_atomic(path: _Pathish, data: str | bytes) -> None:
     path = Path(path)
     with _told(path):
         temp = _write_temp(path, data)
-        os.replace(temp, path)
+        try:
+            os.replace(temp, path)
+        except OSError:
+            os.unlink(temp)
+            raise
         fsync_dir(path.parent)
 
 
@@ -135,7 +139,7 @@ def _drop_dir(folder: Path) -> None:
     trash = _temp_name(folder)
     os.rename(folder, trash)
     fsync_dir(folder.parent)
-    shutil.rmtree(trash, ignore_errors=True)
+    trash.unlink() if trash.is_symlink() else shutil.rmtree(trash, ignore_errors=True)
 
 
 def recover_dir(final: _Pathish) -> None:

@@ -13,8 +13,9 @@ from ..console import emit_json, say, table
 from ..core import UsageError
 
 # %% auto #0
-__all__ = ['JsonOption', 'cache_app', 'CacheArgument', 'doctor', 'plan', 'print_plan', 'validate', 'inspect_data', 'inspect',
-           'trajectory_file', 'report', 'cache_folder', 'cache_statistics', 'cache_validation']
+__all__ = ['JsonOption', 'cache_app', 'CacheArgument', 'doctor', 'plan', 'print_plan', 'check_playable', 'validate',
+           'inspect_data', 'inspect', 'trajectory_file', 'report', 'cache_folder', 'cache_statistics',
+           'cache_validation']
 
 # %% ../../nbs/97a_commands.read.ipynb #typing-names
 if TYPE_CHECKING:
@@ -71,6 +72,18 @@ def print_plan(planned: dict[str, Any]) -> None:
     for warning in planned["warnings"]:
         say(f"warning: {warning}")
 
+# %% ../../nbs/97a_commands.read.ipynb #check-playable
+def check_playable(config: RunConfig) -> None:
+    """Make the environment and draw its tasks; ConfigError or UsageError for what a run of this recipe would be refused for."""
+    from miniverl.environments.base import make_environment, make_splits
+    from miniverl.portable import safe_name
+
+    splits = make_splits(make_environment(config.environment), config.environment)
+    if config.eval.enabled:
+        splits.get(config.eval.split)
+    if config.run.run_id is not None:
+        safe_name(config.run.run_id)
+
 # %% ../../nbs/97a_commands.read.ipynb #validate
 def validate(
     recipe: Annotated[Path, typer.Argument(help="Recipe (YAML) to check.")],
@@ -79,7 +92,9 @@ def validate(
     """Check a recipe completely, without loading a model."""
     from miniverl.schemas.config import RunConfig
 
-    planned = plan(RunConfig.from_yaml(recipe))
+    config = RunConfig.from_yaml(recipe)
+    check_playable(config)
+    planned = plan(config)
     if as_json:
         emit_json({"recipe": str(recipe), "valid": True, **planned})
         return

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .read import JsonOption, plan, print_plan
+from .read import JsonOption, check_playable, plan, print_plan
 from ..console import emit_json, note, open_progress, say, table
 from ..core import UsageError, require
 
@@ -81,6 +81,7 @@ def dry_run(config: RunConfig, recipe: Path, *, overwrite: bool, as_json: bool) 
     """Print what `train` would do; creates nothing."""
     from miniverl.portable import safe_name
 
+    check_playable(config)
     folder = Path(config.run.output_dir) / safe_name(config.run.run_id) if config.run.run_id else None
     taken = folder is not None and folder.exists() and not overwrite
     place = {"run_dir": str(folder) if folder else None, "run_dir_exists": bool(folder and folder.exists())}

@@ -250,10 +250,12 @@ def make_environment(section: EnvironmentSection) -> Environment:
         raise ConfigError(f"environment.name: {section.name!r} is not known", hint=f"Known: {', '.join(sorted(ENVIRONMENTS))}, or pkg.module:Class.")
     try:
         kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a module of somebody else may raise anything
         raise ConfigError(f"environment.name: cannot import {path!r}: {error}", hint="Check the spelling and that the package is installed.") from error
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise ConfigError(f"environment.name: {path!r} is not an Environment class")
+    if missing := sorted(kind.__abstractmethods__):
+        raise ConfigError(f"environment.name: {path!r} does not define {', '.join(missing)}", hint="Subclass Environment and define what is abstract.")
     return kind(section.params)
 
 # %% ../../nbs/20_environments.base.ipynb #task-splits

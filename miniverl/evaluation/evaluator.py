@@ -3,6 +3,7 @@
 # %% ../../nbs/71_evaluation.evaluator.ipynb #imports
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 
 from ..core import CheckpointError, ConfigError, StoreError, UsageError, canonical_json, read_json
-from ..reporting.records import is_training_tag
+from ..portable import safe_name
+from ..reporting.records import at, is_training_tag
 from ..schemas.config import RunConfig, deep_merge
 from ..store import RunDir, publish_new, run_lock, write_atomic
 from ..training.checkpoints import Checkpoint, latest_checkpoint, load_checkpoint, verify_checkpoint
@@ -35,15 +37,22 @@ def recorded_config(run: RunDir) -> RunConfig:
     """
     if not run.config_resolved.is_file():
         raise StoreError(f"{run.config_resolved} is missing", hint="only a run that was started by `miniverl train` can be evaluated")
-    config = RunConfig.from_yaml(run.config_resolved)
-    source = run.manifest if run.manifest.is_file() else run.manifest_start
-    recorded = read_json(source).get("config_digests", {}).get("resolved") if source.is_file() else None
-    if recorded is not None and recorded != config.digest:
+    config, recorded = RunConfig.from_yaml(run.config_resolved), _recorded_digest(run)
+    if recorded != config.digest:
         raise ConfigError(
             f"{run.config_resolved} has the digest {config.digest[:12]}, the manifest records {recorded[:12]}",
             hint="the file was edited after the run; restore it, or train again",
         )
     return config
+
+
+def _recorded_digest(run: RunDir) -> str:
+    """Digest of the resolved configuration, as a manifest of the run has it."""
+    for path in (run.manifest, run.manifest_start):
+        found = at(read_json(path), "config_digests.resolved") if path.is_file() else None
+        if isinstance(found, str):
+            return found
+    raise ConfigError(f"no manifest of {run.path} records the digest of its configuration", hint="the manifests were edited or lost; train again")
 
 
 def evaluation_config(config: RunConfig, *, split: str | None = None, tasks: int | None = None) -> RunConfig:
@@ -70,18 +79,28 @@ def result_place(run: RunDir, tag: str | None, out: Path | None, *, overwrite: b
     Raises
     ------
     UsageError
-        If the tag is one of training's.
+        If the tag is one of training's, or `out` lies in the run directory.
     StoreError
-        If the file exists and may not be replaced.
+        If the file exists and may not be replaced, or cannot be written.
     """
     if tag is None:
         free = (name for name in _default_tags() if not run.eval_tagged(name).exists())
         tag = "standalone" if overwrite else next(free)
+    tag = safe_name(tag)
     check_tag(tag)
-    place = Path(out) if out is not None else run.eval_tagged(tag)
+    place = _checked_file(run, Path(out)) if out is not None else run.eval_tagged(tag)
     if place.exists() and not overwrite:
         raise StoreError(f"{place} exists already", hint="choose another --tag or --out, or replace it with --overwrite")
     return tag, place
+
+
+def _checked_file(run: RunDir, place: Path) -> Path:
+    """`place`, if a result could be written there and nothing of the run is at stake."""
+    if place.resolve().is_relative_to(run.path.resolve()):
+        raise UsageError(f"{place} lies in the run directory, whose files belong to training", hint="leave out --out and choose a --tag")
+    if place.is_dir() or not place.parent.is_dir() or not os.access(place.parent, os.W_OK | os.X_OK):
+        raise StoreError(f"{place} cannot be written", hint="--out is a file in a folder that exists")
+    return place
 
 
 def _default_tags() -> Iterator[str]:

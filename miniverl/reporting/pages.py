@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core import DataError
 from .charts import SPAN_LABELS, learning_curve, loss_curve, percent_text, phase_bars
 from .inspect import title_line, trajectory_svg, transcript_text
 from .records import RunRecords, at, cold_start_steps, describe_run, eval_points, load_run, loss_series, phase_seconds
@@ -142,7 +143,10 @@ def training(records: RunRecords) -> str:
     cycles = records.cycles
     if not cycles:
         return "No training cycle was recorded."
-    totals = totals_of(cycles)
+    try:
+        totals = totals_of(cycles)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"a cycle record of {records.name} is not one of this version ({error!r})", hint="the run was recorded by another version, or edited") from error
     ratios = run_ratios(totals)
     rows = [
         ["cycles", _number(totals.cycles)],
@@ -160,8 +164,8 @@ def training(records: RunRecords) -> str:
 
 def cache_rows(records: RunRecords) -> list[list[str]]:
     """Size of the teacher cache, if the run had one."""
-    stats = at(records.result, "cache") or {}
-    if not stats.get("num_selected_positions"):
+    stats = at(records.result, "cache")
+    if not isinstance(stats, Mapping) or not stats.get("num_selected_positions"):
         return []
     return [
         ["teacher cache, bytes on disk", _number(stats.get("actual_bytes"))],

@@ -9,10 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
-from ..core import DataError, read_json, sha256_file
+from ..core import ConfigError, DataError, read_json, sha256_file
 from .charts import EvalPoint, LossSeries, percent_text
+from ..schemas.yamlio import read_text, read_yaml
 from ..store import RunDir, read_journal
 
 # %% auto #0
@@ -55,6 +54,44 @@ def at(data: Any, path: str) -> Any:
         data = data.get(key) if isinstance(data, Mapping) else None
     return data
 
+# %% ../../nbs/75_reporting.records.ipynb #check-records
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_measured(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+def _are_numbers(value: Any) -> bool:
+    return value is None or (isinstance(value, Mapping) and all(map(_is_number, value.values())))
+
+
+_STEP = {"step": _is_number, "loss": _is_measured}
+_EVAL = {
+    **dict.fromkeys(("global_step", "tasks", "success_rate"), _is_number),
+    **dict.fromkeys(("solved", "parse_valid_tool_call_rate", "tool_execution_success_rate", "final_answer_format_validity_rate"), _is_measured),
+    **dict.fromkeys(("failure_categories", "termination_reasons", "success_by_difficulty"), _are_numbers),
+}
+
+
+def _checked(record: Mapping[str, Any], where: str, phase: str = "") -> Mapping[str, Any]:
+    """The record, if every field that is computed with is a number or a table of numbers (or missing, where it may be)."""
+    phase = phase or str(record.get("phase"))
+    for key, fits in (_EVAL if phase == "eval" else _STEP if phase in STEP_PHASES else {}).items():
+        if not fits(record.get(key)):
+            raise DataError(f"{where}: the field {key!r} of a record of phase {phase!r} is {record.get(key)!r:.40}", hint="the run was recorded by another version, or edited")
+    return record
+
+
+def _checked_result(result: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    for key in ("baseline_eval", "eval"):
+        if result.get(key):
+            _checked(_mapping(result[key], path), f"{path}, {key}", "eval")
+    if not _are_numbers(at(result, "phase_seconds.wall")) or not _is_measured(result.get("global_step")):
+        raise DataError(f"{path}: the seconds or the step are no numbers", hint="the run was recorded by another version, or edited")
+    return result
+
 # %% ../../nbs/75_reporting.records.ipynb #load-run
 def _mapping(value: Any, path: Path) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
@@ -66,9 +103,9 @@ def _read_config(run: RunDir) -> Mapping[str, Any]:
     for path in (run.config_resolved, run.config_validated, run.config_original):
         if path.is_file():
             try:
-                return _mapping(yaml.safe_load(path.read_text(encoding="utf-8-sig")), path)
-            except (yaml.YAMLError, UnicodeDecodeError) as error:
-                raise DataError(f"{path}: not valid YAML", hint=str(error)) from error
+                return read_yaml(read_text(path), source=str(path))[0]
+            except ConfigError as error:
+                raise DataError(error.message, hint=error.hint) from error
     return {}
 
 
@@ -89,9 +126,9 @@ def load_run(path: str | Path) -> RunRecords:
         name=run.path.absolute().name,
         manifest=_mapping(read_json(manifest), manifest) if manifest else {},
         config=_read_config(run),
-        result=_mapping(read_json(run.eval), run.eval) if done else None,
+        result=_checked_result(_mapping(read_json(run.eval), run.eval), run.eval) if done else None,
         result_sha256=sha256_file(run.eval) if done else None,
-        metrics=read_journal(run.metrics),
+        metrics=[_checked(record, f"{run.metrics}, line {i}") for i, record in enumerate(read_journal(run.metrics), start=1)],
     )
 
 # %% ../../nbs/75_reporting.records.ipynb #eval-points

@@ -30,6 +30,16 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _fits_the_machine(cls, value: Any) -> Any:
+        """Refuse what no file name and no tensor size can hold."""
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError("the text holds a NUL character")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("the number does not fit 64 bits")
+        return value
+
 # %% ../../nbs/02_schemas.config_sections.ipynb #field-row
 class FieldRow(NamedTuple):
     """One line of a table of fields."""
