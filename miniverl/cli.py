@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from .commands import read, work
-from .console import HANDLED, LOG_LEVELS, forgive_encodings, note, report_error, say, set_log_level
+from .console import HANDLED, LOG_LEVELS, note, prepare_streams, report_error, say, set_log_level
 from .core import UsageError
 
 # %% auto #0
@@ -42,9 +42,12 @@ class Commands(TyperGroup):
 
     def main(self, args: Any = None, prog_name: str | None = None, *, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
         """Parse and run; errors of the parser become two lines and exit code 2."""
-        forgive_encodings()
+        prepare_streams()
         try:
             code = super().main(args, prog_name, standalone_mode=False, **extra)
+            sys.stdout.flush()
+        except HANDLED as error:
+            code = report_error(error)
         except Exception as error:
             if not _is_parser_error(error):
                 raise

@@ -16,7 +16,7 @@ from typing import Any, Self, TextIO
 from .core import DataError, MiniVerlError, canonical_json
 
 # %% auto #0
-__all__ = ['HANDLED', 'LOG_LEVELS', 'emit_json', 'printable', 'say', 'note', 'forgive_encodings', 'table', 'describe_error',
+__all__ = ['HANDLED', 'LOG_LEVELS', 'emit_json', 'printable', 'say', 'note', 'prepare_streams', 'table', 'describe_error',
            'error_lines', 'report_error', 'set_log_level', 'info_text', 'clock_text', 'time_left', 'LineProgress',
            'BarProgress', 'open_progress']
 
@@ -46,8 +46,11 @@ def note(text: str) -> None:
     print(printable(text), file=sys.stderr)
 
 
-def forgive_encodings() -> None:
-    """Let standard output escape a character that its encoding lacks, as standard error does."""
+def prepare_streams() -> None:
+    """Let standard output escape what its encoding lacks, as standard error does; a stream that was closed swallows everything."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
