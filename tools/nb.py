@@ -11,12 +11,14 @@ Reading the text back gives the same notebook byte for byte. A cell whose code c
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
 
 from nbcells import ROOT, Notebook, clean_state, source_of, write_notebook
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the tests: outputs must not depend on who made them
 HEAD = re.compile(r"^%%%% (md|code) ([A-Za-z0-9][A-Za-z0-9-]{0,62})$")
 KERNEL = {"display_name": "python3", "language": "python", "name": "python3"}
 

@@ -197,7 +197,7 @@ class ModelsSection(Section):
 
     backend: Literal["toy", "hf"] = Field(default="toy", description="small decoders made here, or transformers models")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if there is one")
-    threads: int | None = Field(default=None, ge=1, le=1024, description="CPU threads of torch; null: 1 for toy, torch's choice for hf")
+    threads: int | None = Field(default=None, ge=1, le=1024, description="CPU threads of torch; null: 1, with which an episode's bits do not depend on its batch")
     student: StudentConfig = Field(description="the model that is trained")
     teacher: TeacherConfig = Field(description="the model that is imitated")
 

@@ -93,20 +93,19 @@ def recorded_recipe(run: RunDir, given: RunConfig | None = None) -> RunConfig:
     return own
 
 # %% ../../nbs/65b_training.setup.ipynb #torch-settings
-def chosen_threads(config: RunConfig) -> int | None:
-    """torch threads of a run: the recipe's, or 1 for toy models, or None for torch's own choice."""
-    return config.models.threads or (1 if config.models.backend == "toy" else None)
+def chosen_threads(config: RunConfig) -> int:
+    """torch threads of a run: the recipe's, or 1."""
+    return config.models.threads or 1
 
 
 @contextmanager
 def torch_settings(config: RunConfig, device: torch.device) -> Iterator[None]:
     """Threads and determinism of a run, restored at the end."""
-    threads, wanted = torch.get_num_threads(), chosen_threads(config)
+    threads = torch.get_num_threads()
     strictness = torch.get_deterministic_debug_mode()
     memory: Any = torch.utils.deterministic
     filling = memory.fill_uninitialized_memory
-    if wanted is not None:
-        torch.set_num_threads(wanted)
+    torch.set_num_threads(chosen_threads(config))
     if config.run.deterministic:
         if device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -162,7 +161,7 @@ def resolved_config(parts: Parts, run_id: str) -> RunConfig:
     config = parts.config
     exact = config.loss.mode == "exact_full_vocab"
     over = {"run": {"run_id": run_id},
-            "models": {"device": parts.device.type, "threads": chosen_threads(config) or torch.get_num_threads()},
+            "models": {"device": parts.device.type, "threads": chosen_threads(config)},
             "memory": {"strategy": "resident"},
             "loss": {"top_k": 1 if exact else effective_top_k(config, parts.student.vocab_size)}}
     return RunConfig.from_mapping(deep_merge(config.to_mapping(), over), source="resolved configuration")
@@ -185,7 +184,7 @@ def models_record(parts: Parts) -> dict[str, Any]:
 def _first_files(parts: Parts, run_id: str, submitted: bytes | None) -> dict[str, bytes]:
     config, resolved = parts.config, resolved_config(parts, run_id)
     environment = environment_record(device=str(parts.device), deterministic=config.run.deterministic,
-                                     threads=chosen_threads(config) or torch.get_num_threads())
+                                     threads=chosen_threads(config))
     validated = config
     if submitted is not None:
         validated = RunConfig.from_text(submitted.decode("utf-8-sig"), source="submitted recipe")
