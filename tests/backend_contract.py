@@ -25,7 +25,15 @@ def close(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * (1 + b.abs().max()))
 
 
-def play(backend: Backend, ids: Tensor, lengths: list[int], *, chunk: int = 1, capacity: int = 24, cache: KVSlots | None = None) -> list[Tensor]:
+def play(
+    backend: Backend,
+    ids: Tensor,
+    lengths: list[int],
+    *,
+    chunk: int = 1,
+    capacity: int = 24,
+    cache: KVSlots | None = None,
+) -> list[Tensor]:
     """Hidden states of every row, `chunk` tokens a step; rows that have ended idle."""
     cache = cache or backend.new_cache(len(ids), capacity)
     ends = torch.tensor(lengths, device=ids.device)[:, None]
@@ -63,7 +71,9 @@ def shapes(backend: Backend) -> None:
     hidden = backend.hidden_states(ids)
     weight, bias = backend.head()
     assert hidden.shape == (2, 5, backend.hidden_size)
-    assert weight.shape == (backend.vocab_size, backend.hidden_size) and (bias is None or bias.shape == (backend.vocab_size,))
+    assert weight.shape == (backend.vocab_size, backend.hidden_size) and (
+        bias is None or bias.shape == (backend.vocab_size,)
+    )
     assert backend.project(hidden).shape == (2, 5, backend.vocab_size)
     assert backend.vocab_size >= backend.tokenizer.vocab_size
     assert backend.new_cache(3, 7).capacity == 7 and backend.new_cache(3, 7).batch == 3
@@ -191,7 +201,10 @@ def step_in_training_mode(backend: Backend) -> None:
 
 def too_long_is_refused(backend: Backend) -> None:
     beyond = backend.max_positions + 1
-    for call in (lambda: backend.hidden_states(torch.zeros(1, beyond, dtype=torch.long)), lambda: backend.new_cache(1, beyond)):
+    for call in (
+        lambda: backend.hidden_states(torch.zeros(1, beyond, dtype=torch.long)),
+        lambda: backend.new_cache(1, beyond),
+    ):
         try:
             call()
         except BackendError as error:

@@ -95,7 +95,9 @@ def test_lora_changes_nothing_before_training():
     ids = tokens(plain, 1, 8)
     with torch.no_grad():
         assert close(adapted.hidden_states(ids), plain.hidden_states(ids))
-    assert sum(p.numel() for p in adapted.trainable_parameters().values()) < sum(p.numel() for p in plain.module.parameters())
+    assert sum(p.numel() for p in adapted.trainable_parameters().values()) < sum(
+        p.numel() for p in plain.module.parameters()
+    )
 
 
 def test_checkpointed_gradients_equal_plain_ones():

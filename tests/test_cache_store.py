@@ -36,9 +36,16 @@ def targets(name: str, version: int, *, n=5, k=8, vocab=190, weights=None, seed=
     with np.errstate(divide="ignore"):
         tail = np.full(n, -np.inf) if k == vocab else np.log1p(-np.exp(top.astype(np.float64)).sum(1))
     return TeacherTargets(
-        name, version, first + step * np.arange(n, dtype=np.int64), rng.integers(0, vocab, n),
-        np.ones(n, np.float32) if weights is None else np.array(weights, np.float32), ids.astype(np.int32), top,
-        tail.astype(np.float32), k == vocab, tuple(SPANS[i] for i in rng.integers(0, 3, n)),
+        name,
+        version,
+        first + step * np.arange(n, dtype=np.int64),
+        rng.integers(0, vocab, n),
+        np.ones(n, np.float32) if weights is None else np.array(weights, np.float32),
+        ids.astype(np.int32),
+        top,
+        tail.astype(np.float32),
+        k == vocab,
+        tuple(SPANS[i] for i in rng.integers(0, 3, n)),
     )
 
 
@@ -90,7 +97,10 @@ def die_at(folder: Path, n: int, play=scenario) -> tuple[bool, str]:
         try:
             for name in DURABLE:
                 setattr(os, name, deadly(getattr(os, name)))
-            play(TeacherCache.open(folder, identity(), entries_per_shard=2), lambda what: said(write_end, f"{what} ".encode()))
+            play(
+                TeacherCache.open(folder, identity(), entries_per_shard=2),
+                lambda what: said(write_end, f"{what} ".encode()),
+            )
         except BaseException:
             os._exit(1)
         os._exit(0)
@@ -241,7 +251,11 @@ def test_restore_without_the_files_says_what_is_lost(base, tmp_path):
     _, state = base
     cache = TeacherCache.open(tmp_path / "new", identity())
     result = cache.restore(state)
-    assert result.lost == tuple(t.trajectory_id for t in batch(1)) and cache.ids() == () and validate_cache(cache.path) == []
+    assert (
+        result.lost == tuple(t.trajectory_id for t in batch(1))
+        and cache.ids() == ()
+        and validate_cache(cache.path) == []
+    )
 
 
 def test_a_mixed_batch_goes_to_shards_of_one_version_each(tmp_path):
@@ -334,7 +348,19 @@ def shard_contents(draw):
         n = draw(st.integers(1, 9))
         weights = draw(st.sampled_from([None, [0.5] * n, [float(j) for j in range(n)]]))
         first, step = draw(st.sampled_from([0, 7, 65_530])), draw(st.integers(1, 40))
-        entries.append(targets(f"t{i}", 0, n=n, k=k, vocab=vocab, weights=weights, seed=draw(st.integers(0, 99)), first=first, step=step))
+        entries.append(
+            targets(
+                f"t{i}",
+                0,
+                n=n,
+                k=k,
+                vocab=vocab,
+                weights=weights,
+                seed=draw(st.integers(0, 99)),
+                first=first,
+                step=step,
+            )
+        )
     return vocab, entries, draw(st.sampled_from(["float32", "float16"]))
 
 

@@ -28,7 +28,17 @@ TOY = Calculator({"prompt_style": "compact"})
 
 
 def section(**changes):
-    return EnvironmentSection(**{"name": "calculator", "train_tasks": 64, "eval_tasks": 24, "test_tasks": 24, "split_seed": 7, "difficulty": "easy", **changes})
+    return EnvironmentSection(
+        **{
+            "name": "calculator",
+            "train_tasks": 64,
+            "eval_tasks": 24,
+            "test_tasks": 24,
+            "split_seed": 7,
+            "difficulty": "easy",
+            **changes,
+        }
+    )
 
 
 @few
@@ -43,8 +53,20 @@ def test_any_expression_gives_a_bounded_number_or_an_error(text):
         float(format_number(value))
 
 
-json_values = st.none() | st.booleans() | st.integers() | st.just(10**120) | st.floats() | st.text(max_size=8) | st.lists(st.integers(), max_size=2)
-arguments = st.dictionaries(st.sampled_from(["expression", "value", "from_unit", "to_unit", "x"]), json_values | st.sampled_from(sorted(UNITS)), max_size=4)
+json_values = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.just(10**120)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.lists(st.integers(), max_size=2)
+)
+arguments = st.dictionaries(
+    st.sampled_from(["expression", "value", "from_unit", "to_unit", "x"]),
+    json_values | st.sampled_from(sorted(UNITS)),
+    max_size=4,
+)
 
 
 @few
@@ -53,20 +75,37 @@ def test_a_session_survives_any_arguments(name, given_arguments):
     step = TOY.begin(TOY.generate_task(0, 7, "easy", "train")).step(name, given_arguments)
     assert (step.result is not None) == step.ok and (step.error is None) == step.ok
     if not step.ok:
-        assert step.failure_category in (FailureCategory.INVALID_TOOL_CALL, FailureCategory.TOOL_ERROR, FailureCategory.UNKNOWN_TOOL)
+        assert step.failure_category in (
+            FailureCategory.INVALID_TOOL_CALL,
+            FailureCategory.TOOL_ERROR,
+            FailureCategory.UNKNOWN_TOOL,
+        )
 
 
 @few
-@given(st.text(max_size=30) | st.text(st.sampled_from("0123456789.eE+- kmi"), max_size=20) | st.just("9" * 5000) | st.just("\ud800"), st.sampled_from(["v1", "v2"]), st.sampled_from(DIFFICULTIES))
+@given(
+    st.text(max_size=30)
+    | st.text(st.sampled_from("0123456789.eE+- kmi"), max_size=20)
+    | st.just("9" * 5000)
+    | st.just("\ud800"),
+    st.sampled_from(["v1", "v2"]),
+    st.sampled_from(DIFFICULTIES),
+)
 def test_the_verifier_is_total(text, version, difficulty):
     env = Calculator({"verifier_version": version})
     verdict = env.verify(env.generate_task(3, 7, difficulty, "test"), text)
-    assert verdict.failure_category in (FailureCategory.SOLVED, FailureCategory.WRONG_ANSWER, FailureCategory.MALFORMED_ANSWER)
+    assert verdict.failure_category in (
+        FailureCategory.SOLVED,
+        FailureCategory.WRONG_ANSWER,
+        FailureCategory.MALFORMED_ANSWER,
+    )
     assert verdict.solved == (verdict.failure_category == FailureCategory.SOLVED) == (verdict.reward == 1.0)
 
 
 @pytest.mark.parametrize("difficulty", DIFFICULTIES)
-@pytest.mark.parametrize("params", [{"prompt_style": "compact"}, {"protocol_version": "v1"}, {"protocol_version": "v2"}])
+@pytest.mark.parametrize(
+    "params", [{"prompt_style": "compact"}, {"protocol_version": "v1"}, {"protocol_version": "v2"}]
+)
 def test_every_task_accepts_its_own_gold_answer(params, difficulty):
     env = Calculator(params)
     tasks = [env.generate_task(index, 7, difficulty, "train") for index in range(400)]
@@ -107,7 +146,9 @@ def test_compact_prompts_are_built_from_fixed_pieces():
         for index in range(200):
             prompt = TOY.generate_task(index, 7, difficulty, "train").prompt
             assert prompt.isascii() and len(prompt) < 40
-            assert (prompt.startswith("What is ") and prompt.endswith("?")) or (prompt.startswith("Convert ") and prompt.endswith("."))
+            assert (prompt.startswith("What is ") and prompt.endswith("?")) or (
+                prompt.startswith("Convert ") and prompt.endswith(".")
+            )
     assert TOY.system_prompt() == "Use the tools."
 
 
@@ -118,15 +159,25 @@ def test_no_task_asks_the_example():
 
 def test_tasks_do_not_depend_on_the_process():
     code = "from miniverl.environments.calculator import Calculator as C; print([C().generate_task(i, 7, d, 'eval').prompt for d in ('easy', 'medium', 'hard') for i in range(20)])"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "3", "PATH": ""})
-    assert other.stdout.strip() == str([Calculator().generate_task(i, 7, d, "eval").prompt for d in DIFFICULTIES for i in range(20)])
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": "3", "PATH": ""},
+    )
+    assert other.stdout.strip() == str(
+        [Calculator().generate_task(i, 7, d, "eval").prompt for d in DIFFICULTIES for i in range(20)]
+    )
 
 
 def test_splits_are_disjoint_and_bounded():
     splits = make_splits(TOY, section(train_tasks=500, eval_tasks=100, test_tasks=84))
     prompts = [task.prompt for split in ("train", "eval", "test") for task in splits.get(split)]
     assert len(set(prompts)) == len(prompts) == 684
-    assert {task.index // 1_000_000 for task in splits.eval} == {1} and {task.index // 1_000_000 for task in splits.test} == {2}
+    assert {task.index // 1_000_000 for task in splits.eval} == {1} and {
+        task.index // 1_000_000 for task in splits.test
+    } == {2}
     with pytest.raises(ConfigError, match="684 distinct easy prompts"):
         make_splits(TOY, section(train_tasks=600, eval_tasks=100))
     with pytest.raises(ConfigError, match="empty"):
@@ -139,4 +190,8 @@ def test_splits_are_disjoint_and_bounded():
 
 def test_the_registry_builds_it_with_parameters():
     env = make_environment(section(params={"prompt_style": "compact", "protocol_version": "v1"}))
-    assert isinstance(env, Calculator) and env.provenance()["versions"] == {"generator": 1, "protocol": "v1", "verifier": "v1"}
+    assert isinstance(env, Calculator) and env.provenance()["versions"] == {
+        "generator": 1,
+        "protocol": "v1",
+        "verifier": "v1",
+    }

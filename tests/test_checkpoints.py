@@ -23,7 +23,9 @@ CALLS = ("fsync", "replace", "rename", "link", "mkdir")
 
 
 def student(seed: int):
-    backend = ToyBackend.build(ToyShape(hidden_size=8, num_layers=1, num_heads=1, intermediate_size=8, max_position_embeddings=16), seed=seed)
+    backend = ToyBackend.build(
+        ToyShape(hidden_size=8, num_layers=1, num_heads=1, intermediate_size=8, max_position_embeddings=16), seed=seed
+    )
     return backend, AdamW(backend.trainable_parameters())
 
 
@@ -63,12 +65,16 @@ def test_replacing_a_checkpoint_survives_a_kill_at_every_durable_call(tmp_path):
     seen, n = set(), 0
     while True:
         n += 1
-        code = die_at(n, lambda: save_checkpoint(tmp_path, "rolling", backend=backend, optimizer=optimizer, state=state(2)))
+        code = die_at(
+            n, lambda: save_checkpoint(tmp_path, "rolling", backend=backend, optimizer=optimizer, state=state(2))
+        )
         assert code in (0, 137)
         reader = latest_checkpoint(tmp_path)
         recover_checkpoints(tmp_path)
         found = latest_checkpoint(tmp_path)
-        assert found is not None and reader.weights_digest == found.weights_digest, "readers and the next writer see the same"
+        assert found is not None and reader.weights_digest == found.weights_digest, (
+            "readers and the next writer see the same"
+        )
         assert sorted(p.name for p in tmp_path.iterdir()) == ["rolling"]
         seen.add((found.global_step, found.weights_digest == old))
         if code == 0:

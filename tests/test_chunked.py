@@ -21,9 +21,14 @@ ROWS = 37
 def problem(kind, spec=None, *, rows=ROWS, vocab=23, width=8, k=5, dtype=torch.float64, seed=0, bias=True, scale=1.0):
     spec = spec or LossSpec()
     g = torch.Generator().manual_seed(seed)
-    hidden, weight, head_bias = (scale * torch.randn(*shape, generator=g, dtype=torch.float64) for shape in
-                                 ((rows, width), (vocab, width), (vocab,)))
-    exact = ExactTargets(scale * torch.randn(rows, 6, generator=g, dtype=torch.float64), torch.randn(vocab, 6, generator=g, dtype=torch.float64))
+    hidden, weight, head_bias = (
+        scale * torch.randn(*shape, generator=g, dtype=torch.float64)
+        for shape in ((rows, width), (vocab, width), (vocab,))
+    )
+    exact = ExactTargets(
+        scale * torch.randn(rows, 6, generator=g, dtype=torch.float64),
+        torch.randn(vocab, 6, generator=g, dtype=torch.float64),
+    )
     coefficients = torch.rand(rows, generator=g, dtype=torch.float64) / max(rows, 1)
     coefficients[1::5] = 0
     token_ids = torch.randint(0, vocab, (rows,), generator=g)
@@ -66,14 +71,29 @@ def test_equals_dense(kind, name, temperature, nll_weight):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.sampled_from(KINDS), st.sampled_from(NAMES), st.integers(1, 12), st.integers(2, 30), st.integers(1, 14), st.integers(0, 999),
-       st.sampled_from([0.5, 1.0, 3.0]), st.sampled_from([0.0, 0.5]), st.booleans(), st.sampled_from([0.3, 1.0, 6.0]))
+@given(
+    st.sampled_from(KINDS),
+    st.sampled_from(NAMES),
+    st.integers(1, 12),
+    st.integers(2, 30),
+    st.integers(1, 14),
+    st.integers(0, 999),
+    st.sampled_from([0.5, 1.0, 3.0]),
+    st.sampled_from([0.0, 0.5]),
+    st.booleans(),
+    st.sampled_from([0.3, 1.0, 6.0]),
+)
 def test_equals_dense_anywhere(kind, name, rows, vocab, chunk_size, seed, temperature, nll_weight, bias, scale):
     # A student tail of 1e-12 has four correct digits in float64 by either road, so small tails are compared elsewhere.
     scale = min(scale, 0.4) if kind == "bucketed" else scale
     spec = LossSpec(divergence=name, temperature=temperature, nll_weight=nll_weight)
     leaves, options = problem(kind, spec, rows=rows, vocab=vocab, k=1 + seed % vocab, seed=seed, bias=bias, scale=scale)
-    assert_same(run(chunked_loss, leaves, chunk_size=chunk_size, **options), run(dense_loss, leaves, **options), rtol=1e-8, atol=1e-11)
+    assert_same(
+        run(chunked_loss, leaves, chunk_size=chunk_size, **options),
+        run(dense_loss, leaves, **options),
+        rtol=1e-8,
+        atol=1e-11,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +119,9 @@ def test_second_opinion(kind):
         return [x / sum(parts) for x in parts]
 
     total = 0.0
-    for z, t, y, c in zip(student, teacher, options["target_token_ids"].tolist(), options["coefficients"].tolist(), strict=True):
+    for z, t, y, c in zip(
+        student, teacher, options["target_token_ids"].tolist(), options["coefficients"].tolist(), strict=True
+    ):
         nll, p, q = -math.log(softmax(z, 1.0)[y]), softmax(t, 2.0), softmax(z, 2.0)
         if kind == "bucketed":
             best = sorted(range(5), key=lambda v: -p[v])[:2]
@@ -146,8 +168,15 @@ def test_temperature_factor_reaches_the_loss():
 def test_float32_and_saturation(kind, chunk_size):
     """Logits in the hundreds: clamps and floors are active, and must act on the gradient as autograd makes them act."""
     for name in NAMES:
-        leaves, options = problem(kind, LossSpec(divergence=name, nll_weight=0.1, tail_epsilon=1e-3), dtype=torch.float32, scale=8.0)
-        assert_same(run(chunked_loss, leaves, chunk_size=chunk_size, **options), run(dense_loss, leaves, **options), rtol=1e-3, atol=1e-5)
+        leaves, options = problem(
+            kind, LossSpec(divergence=name, nll_weight=0.1, tail_epsilon=1e-3), dtype=torch.float32, scale=8.0
+        )
+        assert_same(
+            run(chunked_loss, leaves, chunk_size=chunk_size, **options),
+            run(dense_loss, leaves, **options),
+            rtol=1e-3,
+            atol=1e-5,
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -158,7 +187,9 @@ def test_masked_vocabulary(kind, name):
     masked = torch.tensor([0, 3, 11])
     leaves[2] = leaves[2].detach().index_fill(0, masked, -math.inf).requires_grad_()
     options["target_token_ids"] = torch.full((ROWS,), 5)
-    assert_same(run(chunked_loss, leaves, chunk_size=8, **options), run(dense_loss, leaves, **options), rtol=1e-9, atol=1e-12)
+    assert_same(
+        run(chunked_loss, leaves, chunk_size=8, **options), run(dense_loss, leaves, **options), rtol=1e-9, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -205,7 +236,12 @@ def test_who_gets_a_gradient():
     teacher.hidden.requires_grad_()
     hidden, weight, bias = leaves[0], leaves[1].detach(), leaves[2].detach()
     chunked_loss(hidden, weight, bias, chunk_size=8, **options).loss.backward()
-    assert hidden.grad is not None and weight.grad is None and teacher.head_weight.grad is None and teacher.hidden.grad is None
+    assert (
+        hidden.grad is not None
+        and weight.grad is None
+        and teacher.head_weight.grad is None
+        and teacher.hidden.grad is None
+    )
     chunked_loss(hidden.detach(), leaves[1], bias, chunk_size=8, **options).loss.backward()
     assert leaves[1].grad is not None and leaves[2].grad is None
     with torch.no_grad():
@@ -235,7 +271,11 @@ def test_splitting_a_batch_adds_up():
     whole, grads = run(chunked_loss, leaves, chunk_size=8, **options)
     loss, gathered = 0.0, []
     for rows in (slice(0, 20), slice(20, ROWS)):
-        part = options | {k: options[k][rows] for k in ("target_token_ids", "coefficients")} | {"targets": options["targets"].rows(rows)}
+        part = (
+            options
+            | {k: options[k][rows] for k in ("target_token_ids", "coefficients")}
+            | {"targets": options["targets"].rows(rows)}
+        )
         result, (g, *_) = run(chunked_loss, [leaves[0][rows], *leaves[1:]], chunk_size=8, **part)
         loss += result.loss
         gathered.append(g)
@@ -284,7 +324,11 @@ def test_bucketed_writes_the_vocabulary_once():
     class Owners(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.shape[-1:] == (vocab,) and out.untyped_storage().data_ptr() != leaves[1].data_ptr():
+            if (
+                isinstance(out, torch.Tensor)
+                and out.shape[-1:] == (vocab,)
+                and out.untyped_storage().data_ptr() != leaves[1].data_ptr()
+            ):
                 owners.add(out.untyped_storage().data_ptr())
             return out
 

@@ -86,7 +86,11 @@ def test_every_default():
     assert all(row.meaning for row in field_rows(RunConfig)), "a field without a description"
 
 
-OFF, KD, SFT = {}, [at("run.mode", "offline_kd"), at("cache.reuse_across_policy_versions", True)], [at("run.mode", "sft")]
+OFF, KD, SFT = (
+    {},
+    [at("run.mode", "offline_kd"), at("cache.reuse_across_policy_versions", True)],
+    [at("run.mode", "sft")],
+)
 HF = {"models": {"backend": "hf", "student": {"model_id": "s"}, "teacher": {"model_id": "t"}}}
 SEED = ([0, 2**32 - 1], [-1, 2**32, 1.0, True, "1"])
 COUNT = ([1, 100], [0, -1, 1.0, True, "1", None])
@@ -224,7 +228,9 @@ def test_range(path):
 
 
 def test_no_field_is_untested():
-    skipped = {"schema_version"} | {p for p in flat(DEFAULTS) if p.startswith(("models.teacher.toy.", "models.teacher."))}
+    skipped = {"schema_version"} | {
+        p for p in flat(DEFAULTS) if p.startswith(("models.teacher.toy.", "models.teacher."))
+    }
     assert set(flat(DEFAULTS)) - skipped <= set(RANGES)
 
 
@@ -305,7 +311,10 @@ def test_all_faults_are_told_at_once():
     with pytest.raises(ConfigError) as caught:
         made(at("train.cycles", -1), at("eval.split", "dev"), at("report.enabeld", True))
     message = caught.value.message
-    assert all(part in message for part in ("train.cycles = -1", 'eval.split = "dev"', "report.enabeld")) and "enabled" in caught.value.hint
+    assert (
+        all(part in message for part in ("train.cycles = -1", 'eval.split = "dev"', "report.enabeld"))
+        and "enabled" in caught.value.hint
+    )
     with pytest.raises(ConfigError) as caught:
         made(at("run.mode", "offline_kd"), at("environment.name", "nothing"), at("eval.max_turns", 99))
     assert caught.value.message.count("; ") == 2 and list(ENVIRONMENTS)[0] in caught.value.message
@@ -336,12 +345,19 @@ def test_published_key_set_loads():
         for part in above:
             section = section[part]
         del section[name]
-    older["models"].update(backend="hf", student={**older["models"]["student"], "model_id": "org/small", "revision": "f00", "quantization": "nf4"})
+    older["models"].update(
+        backend="hf",
+        student={**older["models"]["student"], "model_id": "org/small", "revision": "f00", "quantization": "nf4"},
+    )
     older["models"]["teacher"].update(model_id="org/large", revision="ba4", adapter=ADAPTER)
     older["environment"]["params"] = {"prompt_style": "full"}
     older["cache"]["dtype"] = "float16"
     config = RunConfig.from_mapping(older)
-    assert config.models.teacher.adapter.path == "adapters/one" and config.rollout.batch_size == 32 and config.warnings() == []
+    assert (
+        config.models.teacher.adapter.path == "adapters/one"
+        and config.rollout.batch_size == 32
+        and config.warnings() == []
+    )
     assert RunConfig.from_text(yaml.safe_dump(older)) == config
 
 
@@ -352,9 +368,21 @@ PARAMS = st.dictionaries(st.text(min_size=1, max_size=12), st.recursive(
 
 
 @settings(max_examples=50, deadline=None)
-@given(name=st.text(min_size=1, max_size=60), notes=TEXTS, tags=st.lists(TEXTS, max_size=3), params=PARAMS, rate=st.floats(1e-12, 1e3))
+@given(
+    name=st.text(min_size=1, max_size=60),
+    notes=TEXTS,
+    tags=st.lists(TEXTS, max_size=3),
+    params=PARAMS,
+    rate=st.floats(1e-12, 1e3),
+)
 def test_any_text_survives_yaml(name, notes, tags, params, rate):
-    config = made({"run": {"name": name, "notes": notes, "tags": tags}, "environment": {"params": params}, "train": {"learning_rate": rate}})
+    config = made(
+        {
+            "run": {"name": name, "notes": notes, "tags": tags},
+            "environment": {"params": params},
+            "train": {"learning_rate": rate},
+        }
+    )
     assert RunConfig.from_text(config.to_yaml()) == config == RunConfig.from_mapping(config.to_mapping())
 
 

@@ -19,7 +19,11 @@ from miniverl import core
 from miniverl.core import DataError, JsonLimits, MiniVerlError, canonical_json, compact_json, digest, loads_strict
 
 RECORD = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**30), 10**30)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
@@ -55,7 +59,10 @@ def test_any_text_is_read_or_refused_and_never_more_generous_than_json(text):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.floats() | st.sampled_from([math.inf, -math.inf, math.nan]), st.sampled_from([lambda x: [x], lambda x: {"a": {"b": x}}, lambda x: x]))
+@given(
+    st.floats() | st.sampled_from([math.inf, -math.inf, math.nan]),
+    st.sampled_from([lambda x: [x], lambda x: {"a": {"b": x}}, lambda x: x]),
+)
 def test_only_finite_numbers_are_written(number, wrap):
     if math.isfinite(number):
         assert loads_strict(compact_json(wrap(number))) == wrap(number)
@@ -86,19 +93,32 @@ def test_every_error_keeps_message_and_hint_across_processes():
     assert len(family) >= 13
     for cls in family:
         error = pickle.loads(pickle.dumps(cls("what", hint="do")))
-        assert type(error) is cls and error.render() == "error: what\nhint: do" and cls.exit_code == (2 if cls is core.UsageError else 1)
+        assert (
+            type(error) is cls
+            and error.render() == "error: what\nhint: do"
+            and cls.exit_code == (2 if cls is core.UsageError else 1)
+        )
 
 
 def test_a_broken_package_is_not_called_missing(tmp_path, monkeypatch):
     (tmp_path / "halfway.py").write_text("import no_such_thing_at_all")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(core.MissingDependencyError, match="halfway cannot be imported: No module named 'no_such_thing_at_all'"):
+    with pytest.raises(
+        core.MissingDependencyError, match="halfway cannot be imported: No module named 'no_such_thing_at_all'"
+    ):
         core.require("halfway", "train")
 
 
 def git(folder: Path, *words: str) -> str:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    done = subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words], cwd=folder, env=clean, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words],
+        cwd=folder,
+        env=clean,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return done.stdout.strip()
 
 
@@ -106,7 +126,9 @@ def commit_seen_from(package_home: Path, start: Path, **extra: str) -> str:
     """What `git_commit(start)` says in a process that imports miniverl from `package_home`."""
     code = f"import sys; from pathlib import Path; from miniverl.core import git_commit; sys.stdout.write(str(git_commit(Path({str(start)!r}))))"
     env = {**os.environ, "PYTHONPATH": str(package_home), **extra}
-    return subprocess.run([sys.executable, "-c", code], env=env, cwd=package_home, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=package_home, capture_output=True, text=True, check=True
+    ).stdout
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -124,7 +146,9 @@ def test_git_commit_is_that_of_our_own_checkout_or_none(tmp_path):
     head = git(ours, "rev-parse", "HEAD")
     assert commit_seen_from(ours, ours) == commit_seen_from(ours, ours / "miniverl" / "core.py") == head
     assert commit_seen_from(ours, other) == "None", "a run in a foreign repository"
-    assert commit_seen_from(other / ".venv" / "lib", other) == "None", "installed inside a foreign repository, even committed there"
+    assert commit_seen_from(other / ".venv" / "lib", other) == "None", (
+        "installed inside a foreign repository, even committed there"
+    )
     assert commit_seen_from(ours, ours, GIT_DIR=str(other / ".git")) == head
     git(ours, "rm", "-q", "--cached", "miniverl/core.py")
     git(ours, "commit", "-q", "-m", "forget")

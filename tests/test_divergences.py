@@ -49,7 +49,9 @@ def test_second_opinion(pair, beta):
     close = dict(rel=1e-9, abs=1e-12)
     assert forward_kl(teacher, student).item() == pytest.approx(slow_kl(p, q), **close)
     assert reverse_kl(teacher, student).item() == pytest.approx(slow_kl(q, p), **close)
-    assert jsd(teacher, student, beta).item() == pytest.approx(beta * slow_kl(p, middle) + (1 - beta) * slow_kl(q, middle), **close)
+    assert jsd(teacher, student, beta).item() == pytest.approx(
+        beta * slow_kl(p, middle) + (1 - beta) * slow_kl(q, middle), **close
+    )
     assert entropy(teacher).item() == pytest.approx(-math.fsum(a * math.log(a) for a in p if a > 0), **close)
 
 
@@ -72,7 +74,9 @@ def test_symmetry_and_shift(pair, beta, shift):
     teacher, student = both(pair)
     moved = as_log_probs(torch.tensor(pair[1], dtype=torch.float64) + shift)
     assert forward_kl(teacher, moved).item() == pytest.approx(forward_kl(teacher, student).item(), rel=1e-9, abs=1e-10)
-    assert jsd(teacher, student, beta).item() == pytest.approx(jsd(student, teacher, 1 - beta).item(), rel=1e-9, abs=1e-12)
+    assert jsd(teacher, student, beta).item() == pytest.approx(
+        jsd(student, teacher, 1 - beta).item(), rel=1e-9, abs=1e-12
+    )
     assert forward_kl(teacher, student).item() == reverse_kl(student, teacher).item()
 
 
@@ -91,7 +95,9 @@ def test_gradcheck(name, temperature):
     z = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     spec = LossSpec(divergence=name, temperature=temperature, jsd_beta=0.3)
     teacher = as_log_probs(z[0], temperature)
-    assert torch.autograd.gradcheck(lambda s: divergence(spec, teacher, as_log_probs(s, temperature)), z[1].requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda s: divergence(spec, teacher, as_log_probs(s, temperature)), z[1].requires_grad_()
+    )
 
 
 def test_half_precision_is_lifted():
@@ -123,8 +129,10 @@ def test_weighted_mean_is_a_mean(rows, scale):
     values, weights = (torch.tensor(c, dtype=torch.float64) for c in zip(*rows, strict=True))
     mean = weighted_mean(values, weights * scale)
     assert values.min() - 1e-9 <= mean <= values.max() + 1e-9
-    padded = weighted_mean(torch.cat([values, torch.tensor([math.nan, math.inf]).double()]),
-                           torch.cat([weights * scale, torch.zeros(2).double()]))
+    padded = weighted_mean(
+        torch.cat([values, torch.tensor([math.nan, math.inf]).double()]),
+        torch.cat([weights * scale, torch.zeros(2).double()]),
+    )
     assert padded.item() == pytest.approx(mean.item(), rel=1e-12, abs=1e-15)
 
 
@@ -140,8 +148,18 @@ def test_factor_only_when_asked_and_tempered():
     assert LossSpec(temperature=3.0, scale_by_temperature_squared=False).factor == 1
 
 
-@pytest.mark.parametrize("change", [{"divergence": "KL"}, {"temperature": -1.0}, {"temperature": math.inf}, {"temperature": math.nan},
-                                    {"nll_weight": -0.1}, {"tail_epsilon": 0.0}, {"jsd_beta": 0.0, "divergence": "jsd"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"divergence": "KL"},
+        {"temperature": -1.0},
+        {"temperature": math.inf},
+        {"temperature": math.nan},
+        {"nll_weight": -0.1},
+        {"tail_epsilon": 0.0},
+        {"jsd_beta": 0.0, "divergence": "jsd"},
+    ],
+)
 def test_refusals(change):
     with pytest.raises(ConfigError) as caught:
         LossSpec(**change)
@@ -149,7 +167,17 @@ def test_refusals(change):
 
 
 def test_spec_from_a_section():
-    section = LossSection(mode="bucketed_topk_tail", divergence="jsd", temperature=2.0, scale_by_temperature_squared=False, jsd_beta=0.2,
-                          tail_epsilon=1e-6, sampled_token_nll_weight=0.1, top_k=3)
+    section = LossSection(
+        mode="bucketed_topk_tail",
+        divergence="jsd",
+        temperature=2.0,
+        scale_by_temperature_squared=False,
+        jsd_beta=0.2,
+        tail_epsilon=1e-6,
+        sampled_token_nll_weight=0.1,
+        top_k=3,
+    )
     assert LossSpec.from_section(section) == LossSpec("bucketed_topk_tail", "jsd", 2.0, False, 0.2, 1e-6, 0.1)
-    assert LossSpec.from_section(LossSection(jsd_beta=0.0)).divergence == "reverse_kl"  # a weight that is not used is not judged
+    assert (
+        LossSpec.from_section(LossSection(jsd_beta=0.0)).divergence == "reverse_kl"
+    )  # a weight that is not used is not judged

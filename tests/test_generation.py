@@ -60,7 +60,9 @@ def test_any_schedule_of_reads_gives_the_states_of_a_full_pass(backend, seed):
             positions[row, :count] = np.arange(done[row], done[row] + count)
         hidden = slots.step(tokens, positions)
         for row, count in enumerate(counts):
-            torch.testing.assert_close(hidden[row, :count], whole[row, done[row] : done[row] + count], atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                hidden[row, :count], whole[row, done[row] : done[row] + count], atol=2e-5, rtol=1e-4
+            )
             done[row] += count
 
 
@@ -119,7 +121,11 @@ def play(decoder, rows: dict[int, int], turns: int = 3) -> dict[int, list[int]]:
     return written
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(), SamplingParams(1.4, top_p=0.9, top_k=40)], ids=["greedy", "sampled", "filtered"])
+@pytest.mark.parametrize(
+    "sampling",
+    [GREEDY, SamplingParams(), SamplingParams(1.4, top_p=0.9, top_k=40)],
+    ids=["greedy", "sampled", "filtered"],
+)
 def test_a_conversation_is_the_same_in_any_company(backend, sampling):
     decoder = LockstepDecoder(backend, BatchShape(6, 200, width=8, tier=32), sampling, ["</final>", "</tool_call>"])
     decoder.rows.begin(list(range(20, 31)))
@@ -265,7 +271,13 @@ class Cut:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    pieces=st.lists(st.sampled_from(["</", "</f", "fin", "al", "al>", ">", ">\n", "x", "</final", "</final>!", "é>", "l", "<", "/final>x"]), min_size=1, max_size=8),
+    pieces=st.lists(
+        st.sampled_from(
+            ["</", "</f", "fin", "al", "al>", ">", ">\n", "x", "</final", "</final>!", "é>", "l", "<", "/final>x"]
+        ),
+        min_size=1,
+        max_size=8,
+    ),
     turn=st.lists(st.integers(0, 100), min_size=1, max_size=40),
 )
 def test_the_rule_stops_where_a_full_decode_would(pieces, turn):

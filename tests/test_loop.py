@@ -50,7 +50,9 @@ class Desk(Calculator):
         if final_text == "nothing":
             return None
         category = FailureCategory(final_text)
-        return VerificationRecord(solved=category == "solved", reward=float(category == "solved"), failure_category=category)
+        return VerificationRecord(
+            solved=category == "solved", reward=float(category == "solved"), failure_category=category
+        )
 
 
 class _DeskSession:
@@ -80,10 +82,14 @@ def task(prompt: str) -> Task:
     return Task(f"task-{prompt}", "desk", prompt, "easy", "train", 0, 0)
 
 
-def play(scripts: dict[str, list[str]], *, desk: Desk | None = None, batch_size: int = 3, **bounds) -> dict[str, Trajectory]:
+def play(
+    scripts: dict[str, list[str]], *, desk: Desk | None = None, batch_size: int = 3, **bounds
+) -> dict[str, Trajectory]:
     """Each question is answered by its script, through the real decoder."""
     rollout = ROLLOUT.model_copy(update=bounds)
-    runner = RolloutRunner(Parrot(scripted(TOKENIZER, scripts), TOKENIZER), desk or Desk(), rollout, batch_size=batch_size)
+    runner = RolloutRunner(
+        Parrot(scripted(TOKENIZER, scripts), TOKENIZER), desk or Desk(), rollout, batch_size=batch_size
+    )
     specs = [EpisodeSpec(task(prompt), n, prompt) for n, prompt in enumerate(scripts)]
     return {t.trajectory_id: t for t in runner.run(specs, policy_version=3)}
 
@@ -104,7 +110,16 @@ def test_all_seven_endings_in_one_batch():
     played = play(ENDINGS, desk=desk, batch_size=7)
     assert [t.termination_reason for t in played.values()] == list(ENDINGS) and set(ENDINGS) == set(TerminationReason)
     assert desk.opened == desk.closed == 7
-    counts = {key: (t.assistant_turns, t.parsed_tool_calls, t.tool_execution_successes, t.tool_execution_errors, t.parse_errors) for key, t in played.items()}
+    counts = {
+        key: (
+            t.assistant_turns,
+            t.parsed_tool_calls,
+            t.tool_execution_successes,
+            t.tool_execution_errors,
+            t.parse_errors,
+        )
+        for key, t in played.items()
+    }
     assert counts == {
         "final_answer": (2, 1, 1, 0, 0),
         "max_turns": (4, 4, 4, 0, 0),
@@ -134,7 +149,10 @@ def test_statistics_of_a_mixed_batch():
     assert stats["failure_categories"] == {"no_final_answer": 6, "solved": 1}
     assert stats["repeated_call_terminations"] == 1 and stats["emitted_tool_calls"] == stats["parsed_tool_calls"] == 12
     assert stats["tool_execution_success_rate"] == 10 / 11 and stats["tool_execution_error_rate"] == 1 / 11
-    assert stats["final_answers_emitted"] == 2 and stats["final_answers_format_valid"] == stats["final_answers_verified"] == 1
+    assert (
+        stats["final_answers_emitted"] == 2
+        and stats["final_answers_format_valid"] == stats["final_answers_verified"] == 1
+    )
     assert stats["parse_errors"] == 3 and stats["generated_tokens_per_task"] == stats["generated_tokens"] / 7
 
 
@@ -150,7 +168,11 @@ def test_the_verdict_of_the_environment_is_kept(category):
 @pytest.mark.parametrize("answer", ["crash", "nothing", "not a category"])
 def test_a_broken_verifier_is_never_a_success(answer):
     trace = play({"q": [render_final(answer)]})["q"]
-    assert trace.verification is None and trace.termination_reason == "environment_error" and trace.final_answers_verified == 0
+    assert (
+        trace.verification is None
+        and trace.termination_reason == "environment_error"
+        and trace.final_answers_verified == 0
+    )
     assert "verify" in trace.metadata.environment_error
     assert RolloutStats.from_trajectories([trace]).to_dict()["failure_categories"] == {"no_final_answer": 1}
 
@@ -167,27 +189,46 @@ def test_a_broken_environment_ends_its_own_episode_only():
 @pytest.mark.parametrize(("tool", "unknown"), [("wrong", 0), ("fails", 0), ("nosuch", 1)])
 def test_a_bad_call_is_counted_once(tool, unknown):
     trace = play({"q": [call(tool), render_final("solved")]})["q"]
-    assert (trace.emitted_tool_calls, trace.parsed_tool_calls, trace.tool_execution_errors, trace.parse_errors) == (1, 1, 1, 0)
+    assert (trace.emitted_tool_calls, trace.parsed_tool_calls, trace.tool_execution_errors, trace.parse_errors) == (
+        1,
+        1,
+        1,
+        0,
+    )
     assert trace.unknown_tool_calls == unknown and trace.verification.solved and trace.invalid_tool_calls == 0
     assert trace.turns[0].tool_call.arguments == {}, "an environment cannot edit the record"
 
 
 def test_a_block_that_does_not_parse_is_emitted_and_executed_by_nobody():
     trace = play({"q": ["<tool_call>\n{]\n</tool_call>", render_final("solved")]})["q"]
-    assert (trace.emitted_tool_calls, trace.parsed_tool_calls, trace.parse_errors, trace.invalid_tool_calls) == (1, 0, 1, 1)
-    assert trace.tool_execution_errors == 0 and not trace.turns[0].tool_call.valid and trace.turns[0].tool_call.parse_error
+    assert (trace.emitted_tool_calls, trace.parsed_tool_calls, trace.parse_errors, trace.invalid_tool_calls) == (
+        1,
+        0,
+        1,
+        1,
+    )
+    assert (
+        trace.tool_execution_errors == 0 and not trace.turns[0].tool_call.valid and trace.turns[0].tool_call.parse_error
+    )
     assert trace.turns[0].tool_result.error in TOKENIZER.decode(trace.token_ids)
 
 
 @pytest.mark.parametrize(("limit", "stops_after"), [(0, 1), (1, 1), (2, 2), (3, 3)])
 def test_the_number_of_tolerated_parse_errors(limit, stops_after):
     trace = play({"q": ["no"] * 4}, max_parse_errors=limit)["q"]
-    assert trace.parse_errors == trace.assistant_turns == stops_after and trace.termination_reason == "parse_error_limit"
+    assert (
+        trace.parse_errors == trace.assistant_turns == stops_after and trace.termination_reason == "parse_error_limit"
+    )
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_equal_calls_are_counted_by_meaning_and_not_in_a_row(limit):
-    lines = [call("echo", a=1, b=2), '<tool_call>{"name":"echo","arguments":{"b":2,"a":1}}</tool_call>', call("echo"), call("echo", a=1, b=2)]
+    lines = [
+        call("echo", a=1, b=2),
+        '<tool_call>{"name":"echo","arguments":{"b":2,"a":1}}</tool_call>',
+        call("echo"),
+        call("echo", a=1, b=2),
+    ]
     trace = play({"q": lines}, max_repeated_calls=limit)["q"]
     assert trace.termination_reason == ("max_turns" if limit == 3 else "repeated_call_limit")
     assert trace.tool_execution_successes == (4 if limit == 3 else limit + (limit == 2))
@@ -202,7 +243,10 @@ def test_a_sampled_end_token_stays_and_is_not_repeated():
 
 @pytest.mark.parametrize("capacity", range(16, 100, 3))
 def test_no_row_is_longer_than_its_capacity(capacity):
-    scripts = {"q": [call("echo", n=9), "hm", call("echo", n=30), render_final("solved")], "a much longer question": [render_final("solved")]}
+    scripts = {
+        "q": [call("echo", n=9), "hm", call("echo", n=30), render_final("solved")],
+        "a much longer question": [render_final("solved")],
+    }
     for trace in play(scripts, max_total_tokens=capacity, max_parse_errors=9).values():
         assert len(trace.token_ids) <= capacity
         assert trace.termination_reason in ("max_tokens", "final_answer")
@@ -211,9 +255,17 @@ def test_no_row_is_longer_than_its_capacity(capacity):
 
 def test_a_long_prompt_of_the_system_ends_every_episode_at_once():
     full = Calculator()
-    student = ToyBackend.build(ToyShape(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16), TOKENIZER, seed=0)
-    traces = RolloutRunner(student, full, ROLLOUT).run([EpisodeSpec(full.generate_task(0, 7, "easy", "train"), 0, "x")], policy_version=0)
-    assert traces[0].termination_reason == "max_tokens" and len(traces[0].token_ids) == 320 and traces[0].generated_token_count == 0
+    student = ToyBackend.build(
+        ToyShape(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16), TOKENIZER, seed=0
+    )
+    traces = RolloutRunner(student, full, ROLLOUT).run(
+        [EpisodeSpec(full.generate_task(0, 7, "easy", "train"), 0, "x")], policy_version=0
+    )
+    assert (
+        traces[0].termination_reason == "max_tokens"
+        and len(traces[0].token_ids) == 320
+        and traces[0].generated_token_count == 0
+    )
 
 
 def test_oracle_and_policy_share_every_token():
@@ -239,15 +291,21 @@ def test_the_oracle_of_an_environment_that_does_not_finish_is_recorded_honestly(
 
 @pytest.fixture(scope="module")
 def student() -> ToyBackend:
-    return ToyBackend.build(ToyShape(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=48), TOKENIZER, seed=4)
+    return ToyBackend.build(
+        ToyShape(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=48), TOKENIZER, seed=4
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_identical_bits_when_tasks_are_shuffled_dropped_or_added(student, temperature):
     """With noise as text, episodes have all lengths; the capacity spans three tiers."""
-    rollout = RolloutSection(max_turns=3, max_new_tokens_per_turn=40, max_total_tokens=200, batch_size=5, max_parse_errors=4)
+    rollout = RolloutSection(
+        max_turns=3, max_new_tokens_per_turn=40, max_total_tokens=200, batch_size=5, max_parse_errors=4
+    )
     runner = RolloutRunner(student, COMPACT, rollout)
-    specs = [EpisodeSpec(COMPACT.generate_task(n, 7, ("easy", "hard")[n % 2], "train"), 40 + n, f"e{n}") for n in range(13)]
+    specs = [
+        EpisodeSpec(COMPACT.generate_task(n, 7, ("easy", "hard")[n % 2], "train"), 40 + n, f"e{n}") for n in range(13)
+    ]
     reference = {t.trajectory_id: t for t in runner.run(specs, policy_version=0, temperature=temperature)}
     assert max(len(t.token_ids) for t in reference.values()) > 64
     rng = random.Random(2)
@@ -260,7 +318,9 @@ def test_identical_bits_when_tasks_are_shuffled_dropped_or_added(student, temper
 def test_seed_and_turn_choose_the_stream(student):
     rollout = RolloutSection(max_turns=2, max_new_tokens_per_turn=12, max_total_tokens=128, batch_size=3)
     one = COMPACT.generate_task(0, 7, "easy", "train")
-    a, b, c = RolloutRunner(student, COMPACT, rollout).run([EpisodeSpec(one, s, f"s{n}") for n, s in enumerate((1, 1, 2))], policy_version=0)
+    a, b, c = RolloutRunner(student, COMPACT, rollout).run(
+        [EpisodeSpec(one, s, f"s{n}") for n, s in enumerate((1, 1, 2))], policy_version=0
+    )
     assert a.token_ids == b.token_ids != c.token_ids
 
 
@@ -284,7 +344,9 @@ def test_the_mode_of_the_model_is_put_back_after_an_error(student):
 
     student.train()
     with pytest.raises(BackendError):
-        RolloutRunner(student, Foreign({"prompt_style": "compact"}), ROLLOUT).run([EpisodeSpec(task("x"), 0, "x")], policy_version=0)
+        RolloutRunner(student, Foreign({"prompt_style": "compact"}), ROLLOUT).run(
+            [EpisodeSpec(task("x"), 0, "x")], policy_version=0
+        )
     assert student.module.training
 
 
@@ -292,8 +354,12 @@ def test_the_mode_of_the_model_is_put_back_after_an_error(student):
 @given(data=st.data())
 def test_no_sequence_of_tokens_breaks_an_episode(data):
     """Invariants of the counters on random token soup with protocol pieces in it."""
-    pieces = st.sampled_from([*range(9), *TOKENIZER.encode('\n{"arguments":{"expression":"1 + 1"},"name":"calculator"}\n7 12ab')])
-    rules = EpisodeRules(max_turns=3, capacity=data.draw(st.integers(20, 120)), max_parse_errors=3, max_new_tokens_per_turn=30)
+    pieces = st.sampled_from(
+        [*range(9), *TOKENIZER.encode('\n{"arguments":{"expression":"1 + 1"},"name":"calculator"}\n7 12ab')]
+    )
+    rules = EpisodeRules(
+        max_turns=3, capacity=data.draw(st.integers(20, 120)), max_parse_errors=3, max_new_tokens_per_turn=30
+    )
     question = COMPACT.generate_task(1, 7, "easy", "train")
     episode = Episode(COMPACT, EpisodeSpec(question, 0, "x"), TOKENIZER, rules, system_message(COMPACT, TOKENIZER))
     good = action_ids(TOKENIZER, COMPACT.oracle_actions(question)[0])

@@ -55,14 +55,25 @@ def test_the_oracle_and_a_model_that_says_the_same_are_one_record(tokenizer, dif
 def test_a_piece_that_straddles_the_end_of_a_tag_stays_with_the_block(tokenizer):
     task = CALCULATOR.generate_task(0, 7, "easy", "train")
     call, answer = CALCULATOR.oracle_actions(task)
-    lines = [tokenizer.encode(f"So: {render_tool_call(call.name, call.arguments)}\n\n"), tokenizer.encode(render_final(answer.final) + "\n")]
+    lines = [
+        tokenizer.encode(f"So: {render_tool_call(call.name, call.arguments)}\n\n"),
+        tokenizer.encode(render_final(answer.final) + "\n"),
+    ]
     played = play(tokenizer, task, lines)
     kinds = [span.span_type for span in played.spans if span.is_model]
-    assert kinds == [SpanType.ASSISTANT_TEXT, SpanType.ASSISTANT_TOOL_CALL, SpanType.ASSISTANT_FINAL] and played.verification.solved
+    assert (
+        kinds == [SpanType.ASSISTANT_TEXT, SpanType.ASSISTANT_TOOL_CALL, SpanType.ASSISTANT_FINAL]
+        and played.verification.solved
+    )
     for span in played.spans:
         if span.is_model:
             assert tokenizer.decode(played.token_ids[span.start : span.end]) == span.text
-    first = [i for span in played.spans if span.is_model and span.turn_id == 0 for i in played.token_ids[span.start : span.end]]
+    first = [
+        i
+        for span in played.spans
+        if span.is_model and span.turn_id == 0
+        for i in played.token_ids[span.start : span.end]
+    ]
     assert lines[0][: len(first)] == first, "sampled ids are kept as they are"
     assert tokenizer.decode(first).rstrip("\n").endswith("</tool_call>")
 

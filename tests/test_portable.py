@@ -140,7 +140,12 @@ def test_twice_is_once_and_the_result_is_json(record):
     style=st.sampled_from(["posix", "windows", "forward", "share"]),
 )  # fmt: skip
 def test_no_folder_of_an_absolute_path_is_left(before, parts, last, style):
-    head, joint = {"posix": ("/", "/"), "windows": ("C:\\", "\\"), "forward": ("Q:/", "/"), "share": ("\\\\srv\\", "\\")}[style]
+    head, joint = {
+        "posix": ("/", "/"),
+        "windows": ("C:\\", "\\"),
+        "forward": ("Q:/", "/"),
+        "share": ("\\\\srv\\", "\\"),
+    }[style]
     folders = [f"secretive{part}" for part in parts]
     shown = portable_payload(f"{before}{head}{joint.join([*folders, last])} rest of the text")
     assert "secretive" not in shown, shown

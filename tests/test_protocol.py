@@ -31,14 +31,41 @@ few = settings(max_examples=100, deadline=None)
 MARKERS = [TOOL_OPEN, TOOL_CLOSE, RESULT_OPEN, RESULT_CLOSE, FINAL_OPEN, FINAL_CLOSE]
 hostile = st.lists(
     st.one_of(
-        st.sampled_from([*MARKERS, '{"name":"a"', '"arguments":{', "}", "[", "NaN", "-Infinity", "1e999", "9" * 200, "\n", "\\", '"', "\ud800", "</"]),
+        st.sampled_from(
+            [
+                *MARKERS,
+                '{"name":"a"',
+                '"arguments":{',
+                "}",
+                "[",
+                "NaN",
+                "-Infinity",
+                "1e999",
+                "9" * 200,
+                "\n",
+                "\\",
+                '"',
+                "\ud800",
+                "</",
+            ]
+        ),
         st.text(max_size=5),
     ),
     max_size=14,
 ).map("".join)
-texts = st.lists(st.one_of(st.sampled_from([*MARKERS, "</", "\\", '"', "\n"]), st.text(st.characters(exclude_categories=["Cs"]), max_size=6)), max_size=6).map("".join)
+texts = st.lists(
+    st.one_of(
+        st.sampled_from([*MARKERS, "</", "\\", '"', "\n"]),
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
+    ),
+    max_size=6,
+).map("".join)
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**30), 10**30)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=6,
 )
@@ -57,7 +84,12 @@ def test_every_string_has_one_of_three_meanings(text):
 
 
 @few
-@given(texts.filter(bool), st.dictionaries(texts, values, max_size=3), texts.filter(lambda t: TOOL_OPEN not in t and FINAL_OPEN not in t), st.sampled_from(["", " ", "\n\n"]))
+@given(
+    texts.filter(bool),
+    st.dictionaries(texts, values, max_size=3),
+    texts.filter(lambda t: TOOL_OPEN not in t and FINAL_OPEN not in t),
+    st.sampled_from(["", " ", "\n\n"]),
+)
 def test_a_rendered_call_is_read_back(name, arguments, prefix, rest):
     block = render_tool_call(name, arguments)
     parsed = parse_generation(prefix + block + rest)
@@ -86,15 +118,33 @@ def test_a_result_cannot_close_its_block_early(text, ok):
 
 
 def test_the_bytes_of_the_blocks():
-    assert render_tool_call("calculator", {"expression": "12 * 7"}) == '<tool_call>\n{"arguments":{"expression":"12 * 7"},"name":"calculator"}\n</tool_call>'
-    assert render_tool_result(StepResult(True, "s1", result="84")) == '<tool_result>\n{"ok":true,"result":"84"}\n</tool_result>'
-    assert render_tool_result(StepResult(False, "s1", error="unknown tool")) == '<tool_result>\n{"error":"unknown tool","ok":false}\n</tool_result>'
+    assert (
+        render_tool_call("calculator", {"expression": "12 * 7"})
+        == '<tool_call>\n{"arguments":{"expression":"12 * 7"},"name":"calculator"}\n</tool_call>'
+    )
+    assert (
+        render_tool_result(StepResult(True, "s1", result="84"))
+        == '<tool_result>\n{"ok":true,"result":"84"}\n</tool_result>'
+    )
+    assert (
+        render_tool_result(StepResult(False, "s1", error="unknown tool"))
+        == '<tool_result>\n{"error":"unknown tool","ok":false}\n</tool_result>'
+    )
     assert render_final("84") == "<final>\n84\n</final>"
 
 
 @pytest.mark.parametrize(
     "json_text",
-    ["[" * 4000, '{"name":"a","arguments":' + '{"x":' * 40 + "0" + "}" * 41, '{"name":"a","arguments":{"x":' + "9" * 3000 + "}}", '{"name":"a","arguments":{"x":1e400}}', '{"name":7}', '{"arguments":{}}', "null", ""],
+    [
+        "[" * 4000,
+        '{"name":"a","arguments":' + '{"x":' * 40 + "0" + "}" * 41,
+        '{"name":"a","arguments":{"x":' + "9" * 3000 + "}}",
+        '{"name":"a","arguments":{"x":1e400}}',
+        '{"name":7}',
+        '{"arguments":{}}',
+        "null",
+        "",
+    ],
 )
 def test_bad_payloads_fail_politely(json_text):
     assert isinstance(parse_generation(f"{TOOL_OPEN}{json_text}{TOOL_CLOSE}"), ParseFailure)

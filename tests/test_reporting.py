@@ -131,7 +131,8 @@ def test_examples_show_failures_but_not_only():
 
 def test_strip_marks_what_the_model_wrote():
     spans = [
-        Span(span_type=kind, start=start, end=end, turn_id=0) for kind, start, end in (("system", 0, 4), ("assistant_final", 4, 6))
+        Span(span_type=kind, start=start, end=end, turn_id=0)
+        for kind, start, end in (("system", 0, 4), ("assistant_final", 4, 6))
     ]
     cells = charts.strip_cells(spans)
     assert (

@@ -154,7 +154,10 @@ def test_stopped_in_the_middle_of_a_cycle_by_an_error(whole, tmp_path):
         if phase == "update" and info["step"] == 4:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), OPDTrainer(tiny(tmp_path, **sections), on_progress=stop, rolling_every=1) as trainer:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        OPDTrainer(tiny(tmp_path, **sections), on_progress=stop, rolling_every=1) as trainer,
+    ):
         trainer.train()
     events = [e["event"] for e in read_journal(trainer.run.events)]
     assert events[-1] == "run_interrupted"
@@ -165,7 +168,10 @@ def test_stopped_in_the_middle_of_a_cycle_by_an_error(whole, tmp_path):
 def test_without_a_checkpoint_the_run_starts_again_in_its_directory(whole, tmp_path):
     sections, expected, _, teachers = whole["offline"]
     shutil.copytree(teachers, tmp_path / ".toy-teachers")
-    with pytest.raises(ZeroDivisionError), OPDTrainer(tiny(tmp_path, **sections), on_progress=lambda p, *_: p == "update" and 1 / 0) as trainer:
+    with (
+        pytest.raises(ZeroDivisionError),
+        OPDTrainer(tiny(tmp_path, **sections), on_progress=lambda p, *_: p == "update" and 1 / 0) as trainer,
+    ):
         trainer.train()
     assert not trainer.run.checkpoints.exists() and trainer.run.metrics.stat().st_size > 0
     with OPDTrainer.resume(trainer.run.path, rolling_every=1) as again:
@@ -188,7 +194,9 @@ def test_resuming_a_completed_run_changes_nothing_and_says_so(whole, tmp_path):
         payload = trainer.evaluate("test", tag="later")
         assert payload["global_step"] == 5 and payload["parameter_version"] == 5, "the trained weights are evaluated"
     rows = read_journal(run.metrics)
-    assert [r["tag"] for r in rows if r["phase"] == "eval"][-1] == "later" and json.loads(run.eval.read_text()) == result.to_dict()
+    assert [r["tag"] for r in rows if r["phase"] == "eval"][-1] == "later" and json.loads(
+        run.eval.read_text()
+    ) == result.to_dict()
 
 
 @pytest.fixture
@@ -201,7 +209,10 @@ def stopped(whole, tmp_path):
         if phase == "cycle" and done == 5:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), OPDTrainer(tiny(tmp_path, **sections), on_progress=stop, rolling_every=1) as trainer:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        OPDTrainer(tiny(tmp_path, **sections), on_progress=stop, rolling_every=1) as trainer,
+    ):
         trainer.train()
     assert sorted(p.name for p in trainer.run.checkpoints.iterdir()) == ["rolling", "step-000004"]
     return trainer.run, sections
@@ -244,7 +255,10 @@ def test_a_shortened_journal_is_refused(stopped):
 def test_a_changed_offline_set_is_refused(whole, tmp_path):
     sections, _, _, teachers = whole["offline"]
     shutil.copytree(teachers, tmp_path / ".toy-teachers")
-    with pytest.raises(KeyboardInterrupt), OPDTrainer(tiny(tmp_path, **sections), on_progress=_stop_at(3), rolling_every=1) as trainer:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        OPDTrainer(tiny(tmp_path, **sections), on_progress=_stop_at(3), rolling_every=1) as trainer,
+    ):
         trainer.train()
     traces = trainer.run.offline_dataset / "trajectories.jsonl"
     traces.write_text(traces.read_text().replace("easy", "hard", 1))

@@ -41,16 +41,33 @@ def episode(shape, trajectory_id="t:v0:s1"):
 
 
 @few
-@given(shapes, st.sampled_from(SELECTORS), st.sampled_from([0.05, 0.35, 0.5, 1.0]), st.none() | st.integers(1, 12), st.integers(0, 9))
+@given(
+    shapes,
+    st.sampled_from(SELECTORS),
+    st.sampled_from([0.05, 0.35, 0.5, 1.0]),
+    st.none() | st.integers(1, 12),
+    st.integers(0, 9),
+)
 def test_choices_are_legal_complete_and_capped(shape, selector, ratio, cap, seed):
     trajectory = episode(shape)
-    section = SelectionSection(selector=selector, ratio=ratio, max_positions_per_trajectory=cap, critical_weight=2.0, other_weight=0.5)
+    section = SelectionSection(
+        selector=selector, ratio=ratio, max_positions_per_trajectory=cap, critical_weight=2.0, other_weight=0.5
+    )
     chosen = select(trajectory, section, seed)
     own = trajectory.model_positions()
     critical = [j for j in own if trajectory.critical_mask[j]]
-    assert 0 not in chosen.positions and set(chosen.positions) <= set(own) and list(chosen.positions) == sorted(set(chosen.positions))
+    assert (
+        0 not in chosen.positions
+        and set(chosen.positions) <= set(own)
+        and list(chosen.positions) == sorted(set(chosen.positions))
+    )
     quota = math.ceil(Fraction(str(ratio)) * len(own))
-    wanted = {"all_model_tokens": len(own), "tool_and_final": len(critical), "uniform_ratio": quota, "hybrid": max(quota, len(critical))}[selector]
+    wanted = {
+        "all_model_tokens": len(own),
+        "tool_and_final": len(critical),
+        "uniform_ratio": quota,
+        "hybrid": max(quota, len(critical)),
+    }[selector]
     assert len(chosen) == (wanted if cap is None else min(wanted, cap))
     if selector in ("all_model_tokens", "hybrid", "tool_and_final"):
         assert chosen.selected_critical_tokens == min(len(critical), len(chosen))
@@ -73,17 +90,33 @@ def test_the_choice_is_the_same_in_another_process(selector):
         "import tests.test_selectors as t; from miniverl.schemas.config import SelectionSection as S;"
         f"print(t.select(t.episode(t.SAMPLE), S(selector={selector!r}), 1234).positions)"
     )
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7", "PATH": "", "PYTHONPATH": ROOT}, cwd=ROOT)
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": "7", "PATH": "", "PYTHONPATH": ROOT},
+        cwd=ROOT,
+    )
     assert other.stdout.strip() == str(select(episode(SAMPLE), SelectionSection(selector=selector), 1234).positions)
 
 
-SAMPLE = [(SpanType.USER, 5), (SpanType.ASSISTANT_TEXT, 30), (SpanType.ASSISTANT_TOOL_CALL, 6), (SpanType.TOOL_RESULT, 7), (SpanType.ASSISTANT_FINAL, 5)]
+SAMPLE = [
+    (SpanType.USER, 5),
+    (SpanType.ASSISTANT_TEXT, 30),
+    (SpanType.ASSISTANT_TOOL_CALL, 6),
+    (SpanType.TOOL_RESULT, 7),
+    (SpanType.ASSISTANT_FINAL, 5),
+]
 ROOT = __file__.rsplit("/", 2)[0]
 
 
 def test_episodes_without_a_selection_stay_in_the_denominator():
     section = SelectionSection(selector="tool_and_final")
-    items = [(t, select(t, section, 1)) for t in (episode(SAMPLE), episode([(SpanType.ASSISTANT_TEXT, 21)]), episode([(SpanType.USER, 3)]))]
+    items = [
+        (t, select(t, section, 1))
+        for t in (episode(SAMPLE), episode([(SpanType.ASSISTANT_TEXT, 21)]), episode([(SpanType.USER, 3)]))
+    ]
     stats = aggregate_selection_stats(items)
     assert stats == {
         "trajectories": 3,

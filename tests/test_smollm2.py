@@ -29,7 +29,10 @@ from tools.convert_smollm2 import MEMBER, MODEL_ID, extract, find_wheel, main, p
 FOLDER = os.environ.get("MINIVERL_SMOLLM2", "")
 needs_model = [
     pytest.mark.slow,
-    pytest.mark.skipif(not Path(FOLDER, "model.safetensors").is_file(), reason="MINIVERL_SMOLLM2 names no converted folder (tools/convert_smollm2.py)"),
+    pytest.mark.skipif(
+        not Path(FOLDER, "model.safetensors").is_file(),
+        reason="MINIVERL_SMOLLM2 names no converted folder (tools/convert_smollm2.py)",
+    ),
 ]
 
 
@@ -49,8 +52,16 @@ def test_a_missing_wheel_is_told_in_two_lines(tmp_path, capsys):
 def test_the_plain_copy_keeps_every_weight_and_the_tie(tmp_path):
     import transformers
 
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 50}
-    loaded = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, tie_word_embeddings=True, pad_token_id=None))
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 50,
+    }
+    loaded = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**shape, tie_word_embeddings=True, pad_token_id=None)
+    )
     loaded.config._name_or_path = "secret/place"
     copy = plain_copy(loaded)
     assert copy.get_output_embeddings().weight is copy.get_input_embeddings().weight
@@ -65,15 +76,22 @@ def smollm2():
 
 
 def play(backend, difficulty: str, offsets: list[int], *, rollout: RolloutSection) -> list[Trajectory]:
-    environment = make_environment(EnvironmentSection(name="calculator", params={"prompt_style": "full"}, difficulty=difficulty))
+    environment = make_environment(
+        EnvironmentSection(name="calculator", params={"prompt_style": "full"}, difficulty=difficulty)
+    )
     tasks = [environment.generate_task(i, 7, difficulty, "train") for i in offsets]
-    episodes = [EpisodeSpec(task=task, seed=100 + i, trajectory_id=f"{task.task_id}:v0:s{100 + i}") for i, task in zip(offsets, tasks, strict=True)]
+    episodes = [
+        EpisodeSpec(task=task, seed=100 + i, trajectory_id=f"{task.task_id}:v0:s{100 + i}")
+        for i, task in zip(offsets, tasks, strict=True)
+    ]
     return RolloutRunner(backend, environment, rollout).run(episodes, policy_version=0)
 
 
 @pytest.fixture(scope="module")
 def trajectories(smollm2):
-    rollout = RolloutSection(max_turns=3, max_new_tokens_per_turn=48, max_total_tokens=1536, temperature=0.7, batch_size=4)
+    rollout = RolloutSection(
+        max_turns=3, max_new_tokens_per_turn=48, max_total_tokens=1536, temperature=0.7, batch_size=4
+    )
     played = play(smollm2, "easy", [0, 1, 2, 3], rollout=rollout)
     return [*played, *play(smollm2, "medium", [0, 1, 2, 3], rollout=rollout)]
 
@@ -107,7 +125,11 @@ class TestSmolLM2:
 
     def test_the_card_names_the_model(self, smollm2):
         facts = smollm2.identity()
-        assert facts["model_id"] == MODEL_ID and facts["revision"].startswith("gguf-sha256:") and len(facts["weights_sha256"]) == 64
+        assert (
+            facts["model_id"] == MODEL_ID
+            and facts["revision"].startswith("gguf-sha256:")
+            and len(facts["weights_sha256"]) == 64
+        )
 
     def test_the_tags_are_plain_text(self, smollm2):
         tokenizer = smollm2.tokenizer
@@ -138,16 +160,23 @@ class TestSmolLM2:
 
     def test_blocks_are_what_the_parser_found(self, smollm2, trajectories):
         for trajectory in trajectories:
-            kinds = {turn: [s.span_type for s in trajectory.spans if s.is_model and s.turn_id == turn] for turn in {s.turn_id for s in trajectory.spans}}
+            kinds = {
+                turn: [s.span_type for s in trajectory.spans if s.is_model and s.turn_id == turn]
+                for turn in {s.turn_id for s in trajectory.spans}
+            }
             for number, ids in enumerate(generations(trajectory)):
                 parsed = type(parse_generation(smollm2.tokenizer.decode(ids))).__name__
-                expected = {"ParsedTool": SpanType.ASSISTANT_TOOL_CALL, "ParsedFinal": SpanType.ASSISTANT_FINAL}.get(parsed, SpanType.ASSISTANT_TEXT)
+                expected = {"ParsedTool": SpanType.ASSISTANT_TOOL_CALL, "ParsedFinal": SpanType.ASSISTANT_FINAL}.get(
+                    parsed, SpanType.ASSISTANT_TEXT
+                )
                 assert kinds[number][-1] is expected
 
     def test_records_survive_the_file(self, trajectories):
         assert all(Trajectory.from_line(t.to_line(), "test") == t for t in trajectories)
 
     def test_company_changes_no_token(self, smollm2, trajectories):
-        rollout = RolloutSection(max_turns=3, max_new_tokens_per_turn=48, max_total_tokens=1536, temperature=0.7, batch_size=4)
+        rollout = RolloutSection(
+            max_turns=3, max_new_tokens_per_turn=48, max_total_tokens=1536, temperature=0.7, batch_size=4
+        )
         again = play(smollm2, "easy", [3, 1], rollout=rollout)
         assert [t.token_ids for t in again] == [trajectories[3].token_ids, trajectories[1].token_ids]

@@ -144,12 +144,17 @@ def cut_to_one(folder: Path) -> None:
 BIG = "new" + "x" * 100_000
 CASES = {
     "write_atomic over a file": Case(
-        lambda f: (f / "file").write_text("old"), lambda f: store.write_atomic(f / "file", BIG), lambda f: state_of_file(f / "file"), 4
+        lambda f: (f / "file").write_text("old"),
+        lambda f: store.write_atomic(f / "file", BIG),
+        lambda f: state_of_file(f / "file"),
+        4,
     ),
     "write_atomic of a first file": Case(
         lambda f: None, lambda f: store.write_atomic(f / "file", BIG), lambda f: state_of_file(f / "file"), 4
     ),
-    "publish_new": Case(lambda f: None, lambda f: store.publish_new(f / "file", BIG), lambda f: state_of_file(f / "file"), 5),
+    "publish_new": Case(
+        lambda f: None, lambda f: store.publish_new(f / "file", BIG), lambda f: state_of_file(f / "file"), 5
+    ),
     "publish_dir": Case(
         lambda f: make_dir(f / ".tmp-stage", "n"),
         lambda f: store.publish_dir(f / ".tmp-stage", f / "final"),
@@ -163,7 +168,10 @@ CASES = {
         8,
     ),
     "recover_dir": Case(
-        lambda f: (make_dir(f / ".bak-final", "o"), make_dir(f / "final", "n")), lambda f: store.recover_dir(f / "final"), replaced, 3
+        lambda f: (make_dir(f / ".bak-final", "o"), make_dir(f / "final", "n")),
+        lambda f: store.recover_dir(f / "final"),
+        replaced,
+        3,
     ),
     "discarding a run": Case(
         lambda f: ((f / "run").mkdir(), store.write_atomic(store.RunDir(f / "run").config_validated, "old")),
@@ -228,7 +236,11 @@ def test_durable_calls_come_in_order(tmp_path, monkeypatch):
                 return real
 
             def call(*args, **kwargs):
-                kind = name if name != "fsync" else "fsync " + ("dir" if os.path.isdir(f"/proc/self/fd/{args[0]}") else "file")
+                kind = (
+                    name
+                    if name != "fsync"
+                    else "fsync " + ("dir" if os.path.isdir(f"/proc/self/fd/{args[0]}") else "file")
+                )
                 seen.append(kind)
                 return real(*args, **kwargs)
 

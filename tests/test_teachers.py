@@ -30,14 +30,19 @@ def world():
     calculator, tokenizer = Calculator({"prompt_style": "compact"}), ToyTokenizer()
     levels = ("easy", "medium", "hard")
     tasks = [calculator.generate_task(i, 11, levels[i % 3], "train") for i in range(9)]
-    traces = [oracle_trajectory(calculator, t, tokenizer, trajectory_id=f"{t.task_id}:v5", policy_version=5) for t in tasks]
+    traces = [
+        oracle_trajectory(calculator, t, tokenizer, trajectory_id=f"{t.task_id}:v5", policy_version=5) for t in tasks
+    ]
     return traces, ToyBackend.build(ToyShape(**SHAPE), tokenizer, seed=2)
 
 
 def identity(teacher, **changes) -> CacheIdentity:
     base = {
-        "teacher_model_id": "toy", "tokenizer_fingerprint": teacher.tokenizer.fingerprint, "vocab_size": teacher.vocab_size,
-        "top_k": 16, "temperature": 1.5,
+        "teacher_model_id": "toy",
+        "tokenizer_fingerprint": teacher.tokenizer.fingerprint,
+        "vocab_size": teacher.vocab_size,
+        "top_k": 16,
+        "temperature": 1.5,
     }
     return CacheIdentity(**(base | changes))
 
@@ -74,15 +79,23 @@ def test_what_is_scored_is_what_the_cache_gives_back(world, tmp_path):
 def test_every_row_is_scored_as_if_alone(world):
     traces, teacher = world
     chosen = [select(t, SelectionSection(selector="all_model_tokens"), 1) for t in traces]
-    alone = {t.trajectory_id: score_trajectories(teacher, [t], [s], top_k=8, temperature=1.0)[0] for t, s in zip(traces, chosen, strict=True)}
+    alone = {
+        t.trajectory_id: score_trajectories(teacher, [t], [s], top_k=8, temperature=1.0)[0]
+        for t, s in zip(traces, chosen, strict=True)
+    }
     rng = np.random.default_rng(0)
     for batch in (2, 3, 9, 16):
         order = rng.permutation(len(traces))[: rng.integers(2, 10)]
-        got = score_trajectories(teacher, [traces[i] for i in order], [chosen[i] for i in order], top_k=8, temperature=1.0, batch_size=batch)
+        got = score_trajectories(
+            teacher, [traces[i] for i in order], [chosen[i] for i in order], top_k=8, temperature=1.0, batch_size=batch
+        )
         assert [r.trajectory_id for r in got] == [traces[i].trajectory_id for i in order]
         for record in got:
             want = alone[record.trajectory_id]
-            assert np.allclose(record.topk_log_probs, want.topk_log_probs, atol=1e-5) and (record.topk_indices == want.topk_indices).all()
+            assert (
+                np.allclose(record.topk_log_probs, want.topk_log_probs, atol=1e-5)
+                and (record.topk_indices == want.topk_indices).all()
+            )
 
 
 def test_the_future_does_not_reach_a_scored_position(world):
@@ -90,7 +103,14 @@ def test_the_future_does_not_reach_a_scored_position(world):
     trace = max(traces, key=lambda t: len(t.token_ids))
     full = select(trace, SelectionSection(selector="all_model_tokens"), 1)
     cut = len(full) // 2
-    half = type(full)(**{**full.__dict__, "positions": full.positions[:cut], "weights": full.weights[:cut], "span_types": full.span_types[:cut]})
+    half = type(full)(
+        **{
+            **full.__dict__,
+            "positions": full.positions[:cut],
+            "weights": full.weights[:cut],
+            "span_types": full.span_types[:cut],
+        }
+    )
     ends = list(trace.token_ids)
     ends[full.positions[cut - 1] :] = [(t + 1) % teacher.vocab_size for t in ends[full.positions[cut - 1] :]]
     changed = trace.model_copy(update={"token_ids": tuple(ends)})
@@ -115,7 +135,9 @@ assert kept.from_store and not fresh.from_store and kept.digest == fresh.digest
 assert all(torch.equal(a, b) for a, b in zip(kept.backend.module.parameters(), fresh.backend.module.parameters()))
 print(kept.digest)
 """
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    out = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
     assert out.stdout.strip() == here.digest
 
 

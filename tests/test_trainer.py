@@ -46,10 +46,21 @@ def trained(config, **options):
 SELECTORS = ("all_model_tokens", "tool_and_final", "uniform_ratio", "hybrid")
 KINDS = [
     *[({"run": {"mode": mode}, "selection": {"selector": s}}) for mode in ("sft", "offline_kd") for s in SELECTORS],
-    *[({"loss": {"divergence": d, "mode": m, "top_k": 1 if m == "exact_full_vocab" else 4}, "selection": {"selector": "uniform_ratio"}})
-      for d in ("forward_kl", "reverse_kl", "jsd") for m in ("bucketed_topk_tail", "exact_full_vocab")],
+    *[
+        (
+            {
+                "loss": {"divergence": d, "mode": m, "top_k": 1 if m == "exact_full_vocab" else 4},
+                "selection": {"selector": "uniform_ratio"},
+            }
+        )
+        for d in ("forward_kl", "reverse_kl", "jsd")
+        for m in ("bucketed_topk_tail", "exact_full_vocab")
+    ],
     {"run": {"mode": "offline_kd"}, "loss": {"mode": "exact_full_vocab", "top_k": 1}},
-    {"selection": {"selector": "hybrid"}, "loss": {"reduction": "token_mean", "sampled_token_nll_weight": 0.3, "temperature": 2.0}},
+    {
+        "selection": {"selector": "hybrid"},
+        "loss": {"reduction": "token_mean", "sampled_token_nll_weight": 0.3, "temperature": 2.0},
+    },
     {"train": {"opd_freshness": "replay", "gradient_accumulation_steps": 2, "optimizer": "adamw", "update_batch": 1}},
     {"cache": {"dtype": "float16", "keep_cycles": 2, "entries_per_shard": 2}},
 ]
@@ -65,7 +76,9 @@ def test_every_kind_of_run_trains_and_says_what_it_was(runs, kind, request):
         moved = {n: not torch.equal(p, before[n]) for n, p in trainer.student.trainable_parameters().items()}
         run = trainer.run
     manifest = json.loads(run.manifest.read_text())
-    assert manifest["status"] == "completed" and manifest["objective"]["name"] == config.objective_name == result.objective
+    assert (
+        manifest["status"] == "completed" and manifest["objective"]["name"] == config.objective_name == result.objective
+    )
     assert all(moved.values()) and result.parameter_version == result.global_step > 0
     assert result.eval is None and result.baseline_eval is None
     rows = read_journal(run.metrics)
@@ -84,8 +97,17 @@ def test_supervised_span_losses_are_cross_entropies_and_nothing_of_a_teacher_is_
     result, run = trained(tiny(runs, "sft", run={"mode": "sft"}))
     steps = [r for r in read_journal(run.metrics) if r["phase"] == "sft"]
     assert len(steps) == 3 and all(min(r["loss_by_span_type"].values()) > 0.5 for r in steps)
-    assert all(r["divergence_loss"] is None and r["teacher_entropy_mean"] is None and r["oracle_ce_loss"] == pytest.approx(r["loss"], rel=1e-5) for r in steps)
-    assert result.accounting["teacher_queried_positions_total"] is None and result.teacher is None and result.teacher_prep_seconds == 0
+    assert all(
+        r["divergence_loss"] is None
+        and r["teacher_entropy_mean"] is None
+        and r["oracle_ce_loss"] == pytest.approx(r["loss"], rel=1e-5)
+        for r in steps
+    )
+    assert (
+        result.accounting["teacher_queried_positions_total"] is None
+        and result.teacher is None
+        and result.teacher_prep_seconds == 0
+    )
     assert "toy_teacher_fitted" not in [e["event"] for e in read_journal(run.events)]
 
 
@@ -98,13 +120,22 @@ def test_one_recipe_gives_the_same_bits_twice_and_leaves_the_process_as_it_was(r
         (runs / folder).mkdir()
         _, run = trained(tiny(runs / folder))
         pair.append(run)
-    assert random.getstate() == expected[0] and np.random.get_state()[1].tolist() == expected[1] and torch.equal(torch.get_rng_state(), expected[2])
+    assert (
+        random.getstate() == expected[0]
+        and np.random.get_state()[1].tolist() == expected[1]
+        and torch.equal(torch.get_rng_state(), expected[2])
+    )
     assert torch.get_num_threads() == 2 and not torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
     a, b = pair
-    assert (a.checkpoints / "final" / "adapter.safetensors").read_bytes() == (b.checkpoints / "final" / "adapter.safetensors").read_bytes()
+    assert (a.checkpoints / "final" / "adapter.safetensors").read_bytes() == (
+        b.checkpoints / "final" / "adapter.safetensors"
+    ).read_bytes()
     assert lines(a.metrics) == lines(b.metrics) and a.trajectories.read_bytes() == b.trajectories.read_bytes()
-    assert verify_checkpoint(a.checkpoints / "final").content_digest == verify_checkpoint(b.checkpoints / "final").content_digest
+    assert (
+        verify_checkpoint(a.checkpoints / "final").content_digest
+        == verify_checkpoint(b.checkpoints / "final").content_digest
+    )
     assert json.loads(a.environment.read_text())["torch_threads"] == 1
 
 
@@ -113,11 +144,17 @@ def test_the_order_of_a_run(runs):
     config = tiny(runs, "order", train={"eval_every_cycles": 1, "save_every_cycles": 2})
     result, run = trained(config, on_progress=lambda phase, done, total, info: seen.append((phase, done, total)))
     events = [e["event"] for e in read_journal(run.events)]
-    assert events[:4] == ["run_start", "toy_teacher_fitted", "oracle_traces_not_logged", "eval"] and events[-3:] == ["eval", "checkpoint_saved", "run_end"]
+    assert events[:4] == ["run_start", "toy_teacher_fitted", "oracle_traces_not_logged", "eval"] and events[-3:] == [
+        "eval",
+        "checkpoint_saved",
+        "run_end",
+    ]
     tags = [r["tag"] for r in read_journal(run.metrics) if r["phase"] == "eval"]
     assert tags == ["baseline", "cold-start", "cycle1", "cycle2", "final"]
     assert [e["tag"] for e in result.eval_history] == tags[1:-1]
-    assert sorted(p.name for p in run.checkpoints.iterdir()) == ["final", "step-000004"], "the rolling one is gone at the end"
+    assert sorted(p.name for p in run.checkpoints.iterdir()) == ["final", "step-000004"], (
+        "the rolling one is gone at the end"
+    )
     assert [s for s in seen if s[0] == "cycle"] == [("cycle", i, 5) for i in range(1, 6)]
     assert {s[0] for s in seen} - {"teacher_prep"} == {"rollout", "update", "eval", "cycle"}
     assert len(list(read_trajectories(run.trajectories))) == 9, "only the student's own episodes are logged"
@@ -146,29 +183,39 @@ def test_a_cycle_without_selected_positions_changes_nothing(runs, monkeypatch):
     assert result.global_step == result.parameter_version == 0 and result.accounting["cycles_skipped"] == 3
     assert [e["event"] for e in read_journal(run.events)].count("cycle_skipped_no_selected_positions") == 3
     rows = [r for r in read_journal(run.metrics) if r["phase"] == "opd_cycle"]
-    assert all(r["selection"]["total_model_tokens"] > 0 and r["selection"]["teacher_queried_position_ratio"] == 0 for r in rows)
+    assert all(
+        r["selection"]["total_model_tokens"] > 0 and r["selection"]["teacher_queried_position_ratio"] == 0 for r in rows
+    )
     assert {t.policy_version for t in read_trajectories(run.trajectories)} == {0}
 
 
 def _empty(trajectory, section, seed):
     from miniverl.selection.selectors import select
 
-    return replace(select(trajectory, section, seed), positions=(), weights=(), span_types=(), selected_critical_tokens=0)
+    return replace(
+        select(trajectory, section, seed), positions=(), weights=(), span_types=(), selected_critical_tokens=0
+    )
 
 
 def test_more_trajectories_than_tasks_get_names_of_their_own(runs):
     for mode in ("offline_kd", "opd", "sft"):
         accumulate = {"rollouts_per_cycle": 9, "gradient_accumulation_steps": 9}
-        result, run = trained(tiny(runs, f"many-{mode}", run={"mode": mode}, environment={"train_tasks": 4}, train=accumulate))
+        result, run = trained(
+            tiny(runs, f"many-{mode}", run={"mode": mode}, environment={"train_tasks": 4}, train=accumulate)
+        )
         assert result.accounting["trajectories"] == 27 + (18 if mode != "sft" else 0)
     ids = [t.trajectory_id for t in read_trajectories(runs / "many-opd" / "trajectories.jsonl")]
     assert len(set(ids)) == len(ids) == 27
-    names = [t.trajectory_id for t in read_trajectories(runs / "many-offline_kd" / "offline-dataset" / "trajectories.jsonl")]
+    names = [
+        t.trajectory_id for t in read_trajectories(runs / "many-offline_kd" / "offline-dataset" / "trajectories.jsonl")
+    ]
     assert len(set(names)) == 4
 
 
 def test_offline_distillation_scores_once_and_walks_through_its_set(runs):
-    result, run = trained(tiny(runs, "offline", run={"mode": "offline_kd"}, train={"offline_trajectories": 5, "sft_warmup_cycles": 0}))
+    result, run = trained(
+        tiny(runs, "offline", run={"mode": "offline_kd"}, train={"offline_trajectories": 5, "sft_warmup_cycles": 0})
+    )
     made = json.loads((run.offline_dataset / "manifest.json").read_text())
     assert made["trajectories"] == 5 and made["positions"] == result.accounting["teacher_scored_positions_total"]
     assert result.accounting["teacher_queried_positions_total"] > made["positions"]
@@ -186,7 +233,10 @@ def test_on_policy_refuses_targets_of_another_version(runs, monkeypatch):
 
     monkeypatch.setattr(phases.Score, "ask", late)
     for number, loss in enumerate(({"mode": "bucketed_topk_tail"}, {"mode": "exact_full_vocab", "top_k": 1})):
-        with OPDTrainer(tiny(runs, f"stale-{number}", loss=loss)) as trainer, pytest.raises(StaleCacheError, match="is about to be updated"):
+        with (
+            OPDTrainer(tiny(runs, f"stale-{number}", loss=loss)) as trainer,
+            pytest.raises(StaleCacheError, match="is about to be updated"),
+        ):
             trainer.train()
         assert json.loads(trainer.run.manifest.read_text())["status"] == "failed"
     monkeypatch.setattr(phases.Score, "ask", ask)
@@ -252,7 +302,12 @@ def test_evaluation_is_greedy_seeded_logged_and_refuses_what_is_not_there(runs):
         run = trainer.run
     drop = ("seconds", "rollout_tokens_per_second")
     assert {k: v for k, v in first.items() if k not in drop} == {k: v for k, v in again.items() if k not in drop}
-    assert first["tasks"] == 2 and other["tasks"] == 5 and first["temperature"] == 0.0 and set(first["success_by_difficulty"]) == {"easy"}
+    assert (
+        first["tasks"] == 2
+        and other["tasks"] == 5
+        and first["temperature"] == 0.0
+        and set(first["success_by_difficulty"]) == {"easy"}
+    )
     played = list(read_trajectories(run.eval_trajectories))
     assert len(played) == 9 and [t.metadata.seed for t in played[:2]] == [40, 41]
     assert played[0].trajectory_id.endswith(":one:v0")
@@ -386,14 +441,26 @@ def test_the_submitted_recipe_is_kept_byte_for_byte(tmp_path):
     with OPDTrainer(tiny(tmp_path), recipe=recipe) as trainer:
         assert trainer.run.config_submitted.read_bytes() == recipe.read_bytes()
         names = [p.name for p in trainer.run.path.iterdir()]
-    assert {"config.validated.yaml", "config.original.yaml", "config.resolved.yaml", "environment.json", "manifest.start.json"} <= set(names)
+    assert {
+        "config.validated.yaml",
+        "config.original.yaml",
+        "config.resolved.yaml",
+        "environment.json",
+        "manifest.start.json",
+    } <= set(names)
 
 
 def test_foreign_weights_go_only_under_a_run_that_has_not_begun(runs):
     cold, cold_run = trained(tiny(runs, "cold", run={"mode": "sft"}, eval={"enabled": False}))
     with OPDTrainer(tiny(runs, "warm")) as trainer:
-        found = trainer.load_weights(cold_run.checkpoints / "final", event="benchmark_cold_start_loaded", note="weights only")
-        assert found.weights_digest == cold.final_checkpoint["weights_digest"] and trainer.optimizer.steps == 0 and trainer.is_fresh
+        found = trainer.load_weights(
+            cold_run.checkpoints / "final", event="benchmark_cold_start_loaded", note="weights only"
+        )
+        assert (
+            found.weights_digest == cold.final_checkpoint["weights_digest"]
+            and trainer.optimizer.steps == 0
+            and trainer.is_fresh
+        )
         trainer.train()
         with pytest.raises(TrainingError, match="trained already"):
             trainer.load_weights(cold_run.checkpoints / "final")
@@ -412,7 +479,10 @@ def test_saving_the_same_state_again_gives_the_same_digest(runs, tmp_path):
         loaded = load_checkpoint(found.path, backend=trainer.student, optimizer=trainer.optimizer)
         state = {k: v for k, v in loaded.state.items() if k not in ("rng", "optimizer_steps")}
         again = save_checkpoint(tmp_path, "copy", backend=trainer.student, optimizer=trainer.optimizer, state=state)
-    assert again.content_digest == found.content_digest and TrainResult.read(run.eval).final_checkpoint["content_digest"] == found.content_digest
+    assert (
+        again.content_digest == found.content_digest
+        and TrainResult.read(run.eval).final_checkpoint["content_digest"] == found.content_digest
+    )
 
 
 def test_the_first_manifest_never_changes_and_records_are_strict_json(runs):
@@ -428,5 +498,9 @@ def test_the_first_manifest_never_changes_and_records_are_strict_json(runs):
             for part in text.splitlines() if name.endswith(".jsonl") else [text]:
                 json.loads(part)
     manifest = json.loads(trainer.run.manifest.read_text())
-    assert manifest["measurement_status"] == {"cpu_metrics": "measured", "cuda_metrics": "not_measured", "simulated_results": "none"}
+    assert manifest["measurement_status"] == {
+        "cpu_metrics": "measured",
+        "cuda_metrics": "not_measured",
+        "simulated_results": "none",
+    }
     assert manifest["models"]["tokenizer_vocab_size"] <= manifest["models"]["student_lm_head_vocab_size"]

@@ -12,7 +12,9 @@ from miniverl.schemas.trajectory import CRITICAL_SPANS, MODEL_SPANS, SpanType, T
 
 few = settings(max_examples=60, deadline=None)
 segments = st.lists(
-    st.tuples(st.sampled_from(list(SpanType)), st.lists(st.integers(0, 50), min_size=1, max_size=6)), min_size=1, max_size=8
+    st.tuples(st.sampled_from(list(SpanType)), st.lists(st.integers(0, 50), min_size=1, max_size=6)),
+    min_size=1,
+    max_size=8,
 )
 
 
@@ -21,7 +23,15 @@ def record(parts, source="policy", **changes):
     spans, ids = [], []
     for turn, (kind, tokens) in enumerate(parts):
         key = f"gen:{turn}:block" if kind in MODEL_SPANS else f"obs:{turn}"
-        spans.append({"span_type": str(kind), "start": len(ids), "end": len(ids) + len(tokens), "turn_id": turn, "segment_key": key})
+        spans.append(
+            {
+                "span_type": str(kind),
+                "start": len(ids),
+                "end": len(ids) + len(tokens),
+                "turn_id": turn,
+                "segment_key": key,
+            }
+        )
         ids += tokens
     data = {
         "trajectory_id": "t:v0:s1",
@@ -143,10 +153,15 @@ def test_privileged_alignment_finds_the_same_token_behind_any_prompt(parts, hint
     for span in shifted["spans"]:
         span["start"] += len(hint)
         span["end"] += len(hint)
-    shifted["spans"].insert(0, {"span_type": "system", "start": 0, "end": len(hint), "turn_id": -1, "segment_key": "privileged"})
+    shifted["spans"].insert(
+        0, {"span_type": "system", "start": 0, "end": len(hint), "turn_id": -1, "segment_key": "privileged"}
+    )
     shifted["token_ids"] = hint + shifted["token_ids"]
     teacher = Trajectory.parse(shifted)
     targets = student.model_positions()
     aligned = align_by_segments(student, teacher, targets, [1.0] * len(targets))
     assert aligned.target_token_ids == tuple(teacher.token_ids[t + 1] for t in aligned.teacher_prediction_positions)
-    assert aligned.student_prediction_positions == identity_alignment(student, targets, [1.0] * len(targets)).student_prediction_positions
+    assert (
+        aligned.student_prediction_positions
+        == identity_alignment(student, targets, [1.0] * len(targets)).student_prediction_positions
+    )

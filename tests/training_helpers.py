@@ -20,10 +20,22 @@ def tiny(folder, name: str = "run", **sections) -> RunConfig:
             "student": {"model_id": "toy-student", "toy": SHAPE},
             "teacher": {"model_id": "toy-teacher", "toy": SHAPE, "toy_pretrain_steps": 6, "toy_pretrain_batch": 4},
         },
-        "environment": {"name": "calculator", "train_tasks": 6, "eval_tasks": 2, "test_tasks": 2, "params": {"prompt_style": "compact"}},
+        "environment": {
+            "name": "calculator",
+            "train_tasks": 6,
+            "eval_tasks": 2,
+            "test_tasks": 2,
+            "params": {"prompt_style": "compact"},
+        },
         "rollout": {"max_turns": 2, "max_new_tokens_per_turn": 6, "max_total_tokens": 200, "batch_size": 4},
         "loss": {"top_k": 4},
-        "train": {"cycles": 3, "rollouts_per_cycle": 3, "gradient_accumulation_steps": 3, "sft_warmup_cycles": 2, "learning_rate": 3e-3},
+        "train": {
+            "cycles": 3,
+            "rollouts_per_cycle": 3,
+            "gradient_accumulation_steps": 3,
+            "sft_warmup_cycles": 2,
+            "learning_rate": 3e-3,
+        },
     }
     for key, values in sections.items():
         base[key] = {**base.get(key, {}), **values}
