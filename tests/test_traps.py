@@ -599,6 +599,8 @@ def test_an_ascii_terminal_gets_escapes_and_strict_json(recipe, tmp_path):
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     out, err = command("validate", path, "--json", env=env).communicate(timeout=60)
     assert out.isascii() and loads_strict(out)["recipe"] == str(path), err
+    out, err = command("validate", path, env=env).communicate(timeout=60)
+    assert "r\\xe9\\U0001f600.yaml: valid" in out.splitlines()[0] and err == ""
 
 
 def test_output_that_cannot_be_written_is_no_traceback(recipe):
