@@ -369,8 +369,8 @@ PARAMS = st.dictionaries(st.text(min_size=1, max_size=12), st.recursive(
 
 @settings(max_examples=50, deadline=None)
 @given(
-    name=st.text(min_size=1, max_size=60),
-    notes=TEXTS,
+    name=st.text(min_size=1, max_size=60).filter(lambda text: "\0" not in text),
+    notes=TEXTS.filter(lambda text: "\0" not in text),
     tags=st.lists(TEXTS, max_size=3),
     params=PARAMS,
     rate=st.floats(1e-12, 1e3),
