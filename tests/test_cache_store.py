@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from crash import KILLED, killed_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,38 +79,13 @@ def short_life(cache: TeacherCache, say) -> None:
 
 def die_at(folder: Path, n: int, play=scenario) -> tuple[bool, str]:
     """Run the scenario in a child that exits before durable operation `n`; (died, last milestone)."""
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        said = os.write
-        count = 0
 
-        def deadly(original):
-            def call(*args, **kwargs):
-                nonlocal count
-                count += 1
-                if count == n:
-                    os._exit(77)
-                return original(*args, **kwargs)
+    def work(say):
+        play(TeacherCache.open(folder, identity(), entries_per_shard=2), lambda what: say(f"{what} "))
 
-            return call
-
-        try:
-            for name in DURABLE:
-                setattr(os, name, deadly(getattr(os, name)))
-            play(
-                TeacherCache.open(folder, identity(), entries_per_shard=2),
-                lambda what: said(write_end, f"{what} ".encode()),
-            )
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    os.close(write_end)
-    with os.fdopen(read_end) as pipe:
-        words = pipe.read().split()
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert status in (0, 77)
-    return status == 77, words[-1] if words else "started"
+    status, said, _ = killed_at(n, work, DURABLE)
+    assert status in (0, KILLED)
+    return status == KILLED, said.split()[-1] if said else "started"
 
 
 @pytest.fixture

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from crash import KILLED, killed_at
 
 from miniverl.core import CheckpointError
 from miniverl.models.toy import ToyBackend
@@ -19,8 +18,6 @@ from miniverl.training.checkpoints import (
 )
 from miniverl.training.optim import AdamW
 
-CALLS = ("fsync", "replace", "rename", "link", "mkdir")
-
 
 def student(seed: int):
     backend = ToyBackend.build(
@@ -33,30 +30,6 @@ def state(step: int, **record) -> dict:
     return {"global_step": step, "parameter_version": step, "cycle": step, "record": record}
 
 
-def die_at(n: int, work) -> int:
-    """Run `work` in a forked child that is killed at its n-th durable call; the child's exit status."""
-    pid = os.fork()
-    if pid == 0:
-        seen = 0
-        for name in CALLS:
-            real = getattr(os, name)
-
-            def counted(*args, _real=real, **kwargs):
-                nonlocal seen
-                seen += 1
-                if seen == n:
-                    os._exit(137)
-                return _real(*args, **kwargs)
-
-            setattr(os, name, counted)
-        try:
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def test_replacing_a_checkpoint_survives_a_kill_at_every_durable_call(tmp_path):
     backend, optimizer = student(1)
     old = save_checkpoint(tmp_path, "rolling", backend=backend, optimizer=optimizer, state=state(1)).weights_digest
@@ -65,10 +38,10 @@ def test_replacing_a_checkpoint_survives_a_kill_at_every_durable_call(tmp_path):
     seen, n = set(), 0
     while True:
         n += 1
-        code = die_at(
-            n, lambda: save_checkpoint(tmp_path, "rolling", backend=backend, optimizer=optimizer, state=state(2))
+        code, _, _ = killed_at(
+            n, lambda _: save_checkpoint(tmp_path, "rolling", backend=backend, optimizer=optimizer, state=state(2))
         )
-        assert code in (0, 137)
+        assert code in (0, KILLED)
         reader = latest_checkpoint(tmp_path)
         recover_checkpoints(tmp_path)
         found = latest_checkpoint(tmp_path)

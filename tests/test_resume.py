@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 
 import pytest
+from crash import KILLED, killed_at
 from training_helpers import lines, tiny, tree
 
 from miniverl.core import CheckpointError, ConfigError, DataError, LockError, MiniVerlError, StoreError
@@ -16,39 +16,8 @@ from miniverl.training.checkpoints import verify_checkpoint
 from miniverl.training.manifest import observed_status
 from miniverl.training.trainer import OPDTrainer
 
-CALLS = ("fsync", "replace", "rename", "link", "unlink", "ftruncate", "mkdir")
 EVERY = {"train": {"eval_every_cycles": 2, "save_every_cycles": 2}, "cache": {"keep_cycles": 2, "entries_per_shard": 2}}
 OFFLINE = {"run": {"mode": "offline_kd"}, "train": {"save_every_cycles": 2, "sft_warmup_cycles": 1}}
-
-
-def durable_calls(limit: int | None, work) -> tuple[int, int]:
-    """Run `work` in a forked child, killed at durable call number `limit`; its exit status and the calls it made."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reader)
-        seen = 0
-        for name in CALLS:
-            real = getattr(os, name)
-
-            def counted(*args, _real=real, **kwargs):
-                nonlocal seen
-                seen += 1
-                if seen == limit:
-                    os._exit(137)
-                return _real(*args, **kwargs)
-
-            setattr(os, name, counted)
-        try:
-            work()
-            os.write(writer, str(seen).encode())
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    os.close(writer)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with os.fdopen(reader) as stream:
-        return code, int(stream.read() or 0)
 
 
 def run_once(folder, sections, name="run"):
@@ -100,7 +69,7 @@ def whole(tmp_path_factory):
         folder = root / name
         folder.mkdir()
         run_once(folder, sections, "first")
-        code, calls = durable_calls(None, lambda f=folder, s=sections: run_once(f, s))
+        code, _, calls = killed_at(None, lambda _, f=folder, s=sections: run_once(f, s))
         assert code == 0
         out[name] = (sections, learned(RunDir(folder / "run")), calls, folder / ".toy-teachers")
     return out
@@ -112,8 +81,8 @@ def crash_and_compare(whole, name, tmp_path, numbers):
         folder = tmp_path / f"{name}-{n}"
         folder.mkdir()
         shutil.copytree(teachers, folder / ".toy-teachers")
-        code, _ = durable_calls(n, lambda f=folder: run_once(f, sections))
-        assert code == 137, f"call {n} of {calls}"
+        code, _, _ = killed_at(n, lambda _, f=folder: run_once(f, sections))
+        assert code == KILLED, f"call {n} of {calls}"
         got = learned(finish(folder, sections))
         for key, value in expected.items():
             assert got[key] == value, f"killed at durable call {n} of {calls}: {key} differs"
@@ -140,9 +109,9 @@ def test_a_kill_at_every_durable_write(whole, tmp_path, name):
 def test_killed_twice(whole, tmp_path):
     sections, expected, calls, teachers = whole["opd"]
     shutil.copytree(teachers, tmp_path / ".toy-teachers")
-    assert durable_calls(calls // 2, lambda: run_once(tmp_path, sections))[0] == 137
+    assert killed_at(calls // 2, lambda _: run_once(tmp_path, sections))[0] == KILLED
     for n in (9, 30):
-        assert durable_calls(n, lambda: finish(tmp_path, sections))[0] == 137
+        assert killed_at(n, lambda _: finish(tmp_path, sections))[0] == KILLED
     assert learned(finish(tmp_path, sections)) == expected
 
 
@@ -279,7 +248,7 @@ def test_one_process_at_a_time(stopped):
     with OPDTrainer.resume(run.path) as first:
         with pytest.raises(LockError):
             OPDTrainer.resume(run.path)
-        assert durable_calls(None, lambda: OPDTrainer.resume(run.path))[0] == 1, "nor from another process"
+        assert killed_at(None, lambda _: OPDTrainer.resume(run.path))[0] == 1, "nor from another process"
         first.train()
 
 
