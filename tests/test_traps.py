@@ -24,7 +24,7 @@ from training_helpers import SHAPE, tiny, tree
 from miniverl.agent.protocol import ParseFailure, parse_generation, render_final
 from miniverl.agent.stats import RolloutStats
 from miniverl.cache.store import TeacherCache
-from miniverl.core import DataError, StoreError, TrainingError, loads_strict, sha256_file
+from miniverl.core import DataError, MiniVerlError, StoreError, TrainingError, loads_strict, sha256_file
 from miniverl.environments.calculator import Calculator
 from miniverl.evaluation.evaluator import evaluate_run
 from miniverl.models.tokenizers import ToyTokenizer
@@ -683,3 +683,48 @@ def test_weights_on_disk_are_what_the_manifest_names(made):
     weights = run_dir.checkpoints / "final" / "adapter.safetensors"
     recorded = json.loads(run_dir.manifest.read_text())["final_checkpoint"]["weights_digest"]
     assert sha256_file(weights) == result.final_checkpoint["weights_digest"] == recorded
+
+
+def test_a_new_run_never_deletes_what_lies_where_its_cache_would_be(tmp_path):
+    elsewhere = {"dir": str(tmp_path / "home")}
+    (tmp_path / "home" / "run").mkdir(parents=True)
+    (tmp_path / "home" / "run" / "thesis.txt").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(StoreError, match="exists already"):
+            OPDTrainer(tiny(tmp_path / "runs", cache=elsewhere), overwrite=overwrite)
+    assert names(tmp_path) == ["home", "home/run", "home/run/thesis.txt"]
+
+
+def test_two_runs_of_one_name_do_not_share_a_cache(tmp_path):
+    elsewhere = {"dir": str(tmp_path / "caches")}
+    trained(tiny(tmp_path / "a", cache=elsewhere))
+    before = tree(tmp_path / "caches")
+    for overwrite in (False, True):
+        with pytest.raises(StoreError, match="exists already"):
+            OPDTrainer(tiny(tmp_path / "b", cache=elsewhere), overwrite=overwrite)
+    assert tree(tmp_path / "caches") == before and not (tmp_path / "b").exists()
+    trained(tiny(tmp_path / "a", cache=elsewhere), overwrite=True)
+    assert tree(tmp_path / "caches") == before, "the run that is overwritten gives its cache up"
+
+
+@pytest.mark.parametrize("data", ["[]", "1", "null", '"x"', "{}", '{"config_digests": []}', "{", ""])
+def test_continuing_needs_a_manifest_that_vouches_for_the_recipe(copy, data):
+    copy.manifest_start.write_text(data)
+    before = tree(copy.path)
+    assert_error(run("train", "--resume", copy.path), 1)
+    assert tree(copy.path) == before
+
+
+def test_a_trace_that_no_model_can_hold_is_refused_before_anything_exists(tmp_path):
+    with pytest.raises(MiniVerlError, match="longest oracle trace has .* positions") as caught:
+        OPDTrainer(
+            tiny(tmp_path, environment={"name": "calculator", "train_tasks": 6, "params": {"prompt_style": "full"}})
+        )
+    assert "max_position_embeddings" in caught.value.hint and names(tmp_path) == []
+
+
+def test_no_number_of_tasks_below_one_is_evaluated(tmp_path):
+    with OPDTrainer(tiny(tmp_path)) as trainer:
+        for tasks in (0, -3):
+            with pytest.raises(MiniVerlError, match="cannot be evaluated"):
+                trainer.evaluate("eval", tasks)

@@ -317,7 +317,7 @@ class MemorySection(Section):
 class CacheSection(Section):
     """Where the teacher's targets are kept, and for how long."""
 
-    dir: str | None = Field(default=None, min_length=1, description="folder; null: inside the run directory")
+    dir: str | None = Field(default=None, min_length=1, description="folder, seen from where the command runs, also on resume; null: inside the run directory")
     entries_per_shard: _Count = Field(default=32, description="trajectories of one shard file")
     dtype: Literal["float32", "float16"] = Field(default="float32", description="type of the stored log-probabilities")
     strict_policy_version: bool = Field(default=True, description="refuse targets of another policy version")

@@ -12,7 +12,7 @@ import torch
 
 from ..agent.loop import EpisodeSpec, RolloutRunner, RolloutStats, oracle_trajectory
 from ..cache.store import TeacherCache
-from ..core import StaleCacheError, TrainingError
+from ..core import ConfigError, StaleCacheError, TrainingError
 from ..environments.base import Environment, TaskSplits
 from ..losses.divergences import LossSpec
 from ..models.backend import Backend
@@ -272,6 +272,8 @@ class Evaluate:
         """
         ctx, section = self.context, self.context.config.eval
         split = split or section.split
+        if tasks is not None and tasks < 1:
+            raise ConfigError(f"{tasks} tasks cannot be evaluated", hint="ask for one task or more")
         limit = tasks or section.tasks or ctx.config.environment.eval_tasks
         chosen = ctx.splits.get(split)[:limit]
         version, before = ctx.counters.parameter_version, ctx.clock.wall_seconds["eval"]

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..agent.episode import oracle_trajectory
 from ..cache.store import TeacherCache
 from ..core import BackendError, ConfigError, StoreError, canonical_json, read_json
-from ..environments.base import make_environment, make_splits
+from ..environments.base import Environment, Task, make_environment, make_splits
 from ..models.backend import Backend
 from ..models.loading import load_backend, resolve_device
 from ..schemas.cache import CacheIdentity
@@ -30,10 +31,10 @@ from .optim import build_optimizer
 from .phases import Counters, Parts, Progress, RunContext
 
 # %% auto #0
-__all__ = ['TOY_TEACHERS', 'check_supported', 'check_stored_vocabulary', 'run_folder', 'check_free', 'recorded_recipe',
-           'chosen_threads', 'torch_settings', 'build_parts', 'check_pair', 'resolved_config', 'models_record',
-           'make_run_directory', 'new_context', 'prepare_teacher', 'open_cache', 'cache_folder', 'drop_folder',
-           'prepare_targets']
+__all__ = ['TOY_TEACHERS', 'check_supported', 'check_stored_vocabulary', 'run_folder', 'cache_folder', 'check_free',
+           'recorded_recipe', 'chosen_threads', 'torch_settings', 'build_parts', 'check_traces_fit', 'check_pair',
+           'resolved_config', 'models_record', 'make_run_directory', 'new_context', 'prepare_teacher', 'open_cache',
+           'drop_folder', 'prepare_targets']
 
 # %% ../../nbs/65b_training.setup.ipynb #check-supported
 def check_supported(config: RunConfig) -> None:
@@ -66,10 +67,25 @@ def run_folder(config: RunConfig | None, run_dir: str | Path | None) -> Path:
     return Path(config.run.output_dir) / safe_name(config.run.run_id or new_run_id(config.run.name))
 
 
-def check_free(run: RunDir, *, overwrite: bool) -> None:
-    """StoreError if the directory of a new run exists already and is not an older run that may be replaced."""
+def cache_folder(config: RunConfig, run: RunDir) -> Path:
+    """Where the run keeps its teacher targets: a folder of its own, below `cache.dir` if that is set."""
+    return run.teacher_cache if config.cache.dir is None else Path(config.cache.dir) / run.path.name
+
+
+def check_free(config: RunConfig, run: RunDir, *, overwrite: bool) -> None:
+    """StoreError if the directory of a new run, or its cache folder elsewhere, exists and is not its own old one."""
     if run.path.exists() and not (overwrite and run.is_run()):
         raise StoreError(f"{run.path} exists already", hint="resume it, overwrite it, or choose another run id")
+    folder = cache_folder(config, run)
+    replaced = overwrite and run.is_run() and _holds_only_a_cache(folder)
+    if config.cache.dir is not None and folder.exists() and not replaced:
+        raise StoreError(f"{folder} exists already",
+                         hint="choose another run id or cache.dir; only the cache of an overwritten run is replaced")
+
+
+def _holds_only_a_cache(folder: Path) -> bool:
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else ["a file"]
+    return all(name == "index.jsonl" or name.startswith((".tmp-", "shard-")) for name in names)
 
 # %% ../../nbs/65b_training.setup.ipynb #recorded-recipe
 def _leaves(data: Any, path: str = "") -> dict[str, Any]:
@@ -81,7 +97,9 @@ def _leaves(data: Any, path: str = "") -> dict[str, Any]:
 def recorded_recipe(run: RunDir, given: RunConfig | None = None) -> RunConfig:
     """The recipe of an existing run; ConfigError if the file was edited or another recipe is given along."""
     own = RunConfig.from_yaml(run.config_original)
-    if own.digest != read_json(run.manifest_start)["config_digests"]["original"]:
+    start = read_json(run.manifest_start)
+    digests = start.get("config_digests") if isinstance(start, dict) else None
+    if not isinstance(digests, dict) or own.digest != digests.get("original"):
         raise ConfigError(f"{run.config_original} is not the recipe that this run was started with",
                           hint="restore the file, or start a new run")
     if given is not None:
@@ -135,6 +153,7 @@ def build_parts(config: RunConfig, *, offline: bool = False) -> Parts:
         splits.get(config.eval.split)
     student = load_backend(config.models, "student", seed=config.run.seed, offline=offline)
     check_stored_vocabulary(config, student.vocab_size)
+    check_traces_fit(config, environment, splits.train, student)
     optimizer = build_optimizer(student.trainable_parameters(), config.train)
     parts = Parts(config=config, device=device, environment=environment, splits=splits, student=student,
                   optimizer=optimizer)
@@ -143,6 +162,23 @@ def build_parts(config: RunConfig, *, offline: bool = False) -> Parts:
                                      offline=offline)
         check_pair(student, parts.teacher)
     return parts
+
+# %% ../../nbs/65b_training.setup.ipynb #check-traces
+def check_traces_fit(config: RunConfig, environment: Environment, tasks: Sequence[Task], student: Backend) -> None:
+    """Raise ConfigError if an oracle trace that the run will use is longer than a model's positions."""
+    positions = []
+    if config.run.mode != "opd" or config.train.sft_warmup_cycles:
+        positions.append(student.max_positions)
+    if config.models.backend == "toy" and needs_teacher(config):
+        positions.append(config.models.teacher.toy.max_position_embeddings)
+    if not positions:
+        return
+    limit = min(positions)
+    traces = (oracle_trajectory(environment, task, student.tokenizer, trajectory_id=task.task_id) for task in tasks)
+    longest = max(len(trace.token_ids) for trace in traces)
+    if longest > limit:
+        raise ConfigError(f"the longest oracle trace has {longest} tokens, the model has {limit} positions",
+                          hint="raise toy.max_position_embeddings, or choose prompt_style: compact")
 
 # %% ../../nbs/65b_training.setup.ipynb #check-pair
 def check_pair(student: Backend, teacher: Backend) -> None:
@@ -273,11 +309,6 @@ def open_cache(ctx: RunContext, run: RunDir, teacher: Mapping[str, Any]) -> None
     ctx.cache = TeacherCache.open(cache_folder(ctx.config, run), identity, entries_per_shard=section.entries_per_shard,
                                   dtype=section.dtype,
                                   verify_checksums=section.verify_checksums_on_load)
-
-
-def cache_folder(config: RunConfig, run: RunDir) -> Path:
-    """Where the run keeps its teacher targets: a folder of its own, below `cache.dir` if that is set."""
-    return run.teacher_cache if config.cache.dir is None else Path(config.cache.dir) / run.path.name
 
 # %% ../../nbs/65b_training.setup.ipynb #drop-folder
 def drop_folder(folder: Path) -> None:

@@ -72,7 +72,7 @@ def open_new(folder: Path, config: RunConfig, *, recipe: str | Path | None = Non
              offline: bool = False, progress: Progress = no_progress) -> OpenRun:
     """Build the models of a new run and publish its directory; `recipe` is the file as the user wrote it."""
     run = RunDir(folder)
-    check_free(run, overwrite=overwrite)
+    check_free(config, run, overwrite=overwrite)
     parts = build_parts(config, offline=offline)
     with ExitStack() as stack:
         stack.enter_context(run_lock(run.path))
