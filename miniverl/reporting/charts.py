@@ -162,7 +162,7 @@ def learning_curve(points: Sequence[EvalPoint], *, cold_start_steps: int = 0, ti
         axes.set_xlim(-0.02 * last, 1.12 * last)
         if cold_start_steps:
             axes.axvspan(0, cold_start_steps, color=GRID, alpha=0.45, linewidth=0)
-            axes.text(cold_start_steps / 2, 3, "cold start", ha="center", color=QUIET)
+            axes.text(cold_start_steps / 2, 107, "cold start", ha="center", va="bottom", color=QUIET)
         axes.plot([p.step for p in points], [100 * p.success for p in points], color=ACCENT, linewidth=1.8, marker="o", markersize=4.5)
         handover = [i for i, p in enumerate(points) if 0 < cold_start_steps == p.step]
         if points:
