@@ -36,6 +36,10 @@ from miniverl.schemas.config import RunConfig, ToyShape
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, str]
+REFERENCE = (
+    "The column `reference` holds figures of an earlier, independent implementation of the same work on another machine; "
+    "they were not measured again here and are for orientation only."
+)
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
@@ -234,7 +238,7 @@ def main() -> None:
         record = {"command": "python -m benchmarks.perf --write", "machine": machine(), "rows": rows}
         (RESULTS / "perf.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         facts = ", ".join(f"{key} {value}" for key, value in machine().items())
-        text = f"# Performance\n\nMade by `{record['command']}` ({facts}). CPU seconds unless it says wall.\n\n{table(rows)}"
+        text = f"# Performance\n\nMade by `{record['command']}` ({facts}). CPU seconds unless it says wall.\n{REFERENCE}\n\n{table(rows)}"
         (RESULTS / "perf.md").write_text(text, encoding="utf-8")
 
 
