@@ -21,8 +21,8 @@ from ..training.phases import Counters, Evaluate, Progress, RunContext, no_progr
 from ..training.setup import build_parts, new_context, torch_settings
 
 # %% auto #0
-__all__ = ['recorded_config', 'evaluation_config', 'check_tag', 'result_place', 'chosen_checkpoint', 'checkpoint_record',
-           'evaluation_context', 'evaluate_run']
+__all__ = ['recorded_config', 'evaluation_config', 'check_tag', 'result_place', 'chosen_checkpoint', 'evaluation_context',
+           'evaluate_run']
 
 # %% ../../nbs/71_evaluation.evaluator.ipynb #run-config
 def recorded_config(run: RunDir) -> RunConfig:
@@ -127,17 +127,6 @@ def chosen_checkpoint(run: RunDir, checkpoint: str | Path | None = None) -> Chec
     path = run.checkpoints / checkpoint if not Path(checkpoint).is_dir() else Path(checkpoint)
     return verify_checkpoint(path)
 
-
-def checkpoint_record(found: Checkpoint) -> dict[str, Any]:
-    """What a result says about the checkpoint that it was taken from."""
-    return {
-        "name": found.path.name,
-        "global_step": found.global_step,
-        "content_digest": found.content_digest,
-        "weights_digest": found.weights_digest,
-        "integrity": "verified",
-    }
-
 # %% ../../nbs/71_evaluation.evaluator.ipynb #context
 @contextmanager
 def evaluation_context(run: RunDir, config: RunConfig, found: Checkpoint, progress: Progress, *, offline: bool = False) -> Iterator[RunContext]:
@@ -184,6 +173,7 @@ def evaluate_run(
         found = chosen_checkpoint(run, checkpoint)
         with evaluation_context(run, config, found, on_progress or no_progress, offline=offline) as context:
             payload = Evaluate(context)(config.eval.split, tasks, tag)
-            result = {**payload, "checkpoint": checkpoint_record(found), "run_id": run.path.name, "device": str(context.student.device)}
+            source = {**found.to_record(), "integrity": "verified"}
+            result = {**payload, "checkpoint": source, "run_id": run.path.name, "device": str(context.student.device)}
         (write_atomic if overwrite else publish_new)(place, canonical_json(result))
     return {**result, "file": str(place)}

@@ -73,6 +73,11 @@ class Checkpoint:
         """SHA-256 of `adapter.safetensors`."""
         return str(self.manifest["files"]["adapter.safetensors"]["sha256"])
 
+    def to_record(self) -> dict[str, Any]:
+        """What a result says about the checkpoint it was taken from or ended in."""
+        return {"name": self.path.name, "global_step": self.global_step, "content_digest": self.content_digest,
+                "weights_digest": self.weights_digest}
+
 # %% ../../nbs/63_training.checkpoints.ipynb #rng-json
 def _pack(values: Any, dtype: str) -> str:
     return base64.b64encode(np.asarray(values).astype(dtype).tobytes()).decode("ascii")

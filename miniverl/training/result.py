@@ -142,10 +142,7 @@ def result_of(ctx: RunContext, book: Book, run_id: str, final: Checkpoint) -> Tr
         accounting={**totals_state(ctx.totals), **run_ratios(ctx.totals)},
         phase_seconds={"wall": dict(wall), "cpu": dict(ctx.clock.cpu_seconds)}, train_seconds=train_seconds(wall),
         evaluation_seconds=wall["eval"], teacher_prep_seconds=wall["teacher_prep"], wall_seconds=book.wall_seconds(),
-        final_checkpoint={"name": final.path.name, "content_digest": final.content_digest,
-                          "weights_digest": final.weights_digest,
-                          "global_step": final.global_step},
-        teacher=book.teacher)
+        final_checkpoint=final.to_record(), teacher=book.teacher)
 
 # %% ../../nbs/65c_training.result.ipynb #manifest
 def update_manifest(run: RunDir, **changes: Any) -> None:
