@@ -8,8 +8,8 @@
 `toy_cpu` has a long cold start and is meant to arrive; `demo` has a short one and leaves the learning to on-policy distillation.
 
 Each seed is a process of its own with an empty output folder, so its CPU seconds hold everything: imports, the teacher's fit,
-the cold start, the distillation and all evaluations. Afterwards the final checkpoint plays the test split, which no
-decision of the recipe has seen; that pass is not in the CPU seconds.
+the cold start, the distillation and all evaluations. Afterwards the final checkpoint plays the test split, on which
+nothing is trained and no checkpoint is chosen; that pass is not in the CPU seconds.
 """
 
 from __future__ import annotations
