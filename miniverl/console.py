@@ -10,10 +10,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TextIO
 
-from .core import DataError, MiniVerlError, canonical_json
+from .core import MiniVerlError, canonical_json
 
 # %% auto #0
 __all__ = ['HANDLED', 'LOG_LEVELS', 'emit_json', 'printable', 'say', 'note', 'prepare_streams', 'table', 'describe_error',

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,8 +23,8 @@ from typing import Any, ClassVar, NoReturn
 __all__ = ['MiniVerlError', 'UsageError', 'ConfigError', 'DataError', 'ToolEnvironmentError', 'MissingDependencyError',
            'StoreError', 'LockError', 'BackendError', 'CacheError', 'StaleCacheError', 'CheckpointError',
            'TrainingError', 'canonical_json', 'compact_json', 'sha256_bytes', 'sha256_file', 'digest', 'JsonLimits',
-           'loads_strict', 'read_json', 'read_jsonl', 'parse_object_line', 'derive_seed', 'require', 'utc_now',
-           'package_versions', 'git_commit']
+           'loads_strict', 'read_json', 'parse_object_line', 'derive_seed', 'require', 'utc_now', 'package_versions',
+           'git_commit']
 
 # %% ../nbs/00_core.ipynb #error-base
 class MiniVerlError(Exception):
@@ -309,16 +309,6 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}", hint="check the path") from error
     return loads_strict(text, source=str(path))
-
-
-def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the object of each line of a JSON Lines file; DataError names the file and the line."""
-    try:
-        with open(path, "rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                yield parse_object_line(line, source=f"{path}, line {number}")
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}", hint="check the path") from error
 
 
 def parse_object_line(line: bytes, source: str = "") -> dict[str, Any]:

@@ -17,7 +17,6 @@ from miniverl.losses.divergences import (
     jsd,
     log1mexp,
     reverse_kl,
-    weighted_mean,
 )
 from miniverl.schemas.config import LossSection
 
@@ -121,25 +120,6 @@ def test_log1mexp_is_clamped_with_finite_gradients(dtype):
     value.sum().backward()
     assert value.min().item() == pytest.approx(math.log(torch.finfo(dtype).eps), rel=1e-6)
     assert torch.isfinite(value).all() and torch.isfinite(x.grad).all() and (x.grad[:3] == 0).all()
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.floats(-100, 100), st.floats(0.01, 10)), min_size=1, max_size=8), st.floats(1e-25, 1e3))
-def test_weighted_mean_is_a_mean(rows, scale):
-    values, weights = (torch.tensor(c, dtype=torch.float64) for c in zip(*rows, strict=True))
-    mean = weighted_mean(values, weights * scale)
-    assert values.min() - 1e-9 <= mean <= values.max() + 1e-9
-    padded = weighted_mean(
-        torch.cat([values, torch.tensor([math.nan, math.inf]).double()]),
-        torch.cat([weights * scale, torch.zeros(2).double()]),
-    )
-    assert padded.item() == pytest.approx(mean.item(), rel=1e-12, abs=1e-15)
-
-
-def test_weighted_mean_gradient_ignores_masked_nan():
-    values = torch.tensor([1.0, math.nan], requires_grad=True)
-    weighted_mean(values, torch.tensor([2.0, 0.0])).backward()
-    assert values.grad.tolist() == [1.0, 0.0]
 
 
 def test_factor_only_when_asked_and_tempered():

@@ -15,7 +15,7 @@ from ..schemas.config import LossSection
 
 # %% auto #0
 __all__ = ['LOG_ZERO', 'DIVERGENCES', 'upcast', 'as_log_probs', 'forward_kl', 'reverse_kl', 'jsd', 'entropy', 'log1mexp',
-           'weighted_mean', 'LossSpec', 'divergence']
+           'LossSpec', 'divergence']
 
 # %% ../../nbs/44_losses.divergences.ipynb #as-log-probs
 LOG_ZERO = -1e30
@@ -106,19 +106,6 @@ def log1mexp(x: Tensor) -> Tensor:
     upper = torch.where(near_zero, x, torch.full_like(x, -0.5))
     lower = torch.where(near_zero, torch.full_like(x, -1.0), x)
     return torch.where(near_zero, torch.log(-torch.expm1(upper)), torch.log1p(-torch.exp(lower)))
-
-# %% ../../nbs/44_losses.divergences.ipynb #weighted-mean
-def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Sum of weights * values over sum of weights, as a scalar.
-
-    Parameters
-    ----------
-    values, weights : Float[N]; entries of weight zero are ignored whatever their value
-    """
-    weights = weights.to(values.dtype)
-    kept = torch.where(weights == 0, torch.zeros_like(values), values)
-    total = weights.sum()
-    return (kept * weights).sum() / torch.where(total == 0, torch.full_like(total, 1e-12), total)
 
 # %% ../../nbs/44_losses.divergences.ipynb #loss-spec
 DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")

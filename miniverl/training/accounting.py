@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core import DataError, TrainingError, utc_now
 from ..schemas.trajectory import Trajectory
-from ..store import Journal, RunDir, read_journal
+from ..store import Journal, RunDir
 
 # %% auto #0
 __all__ = ['PHASES', 'TRAIN_PHASES', 'TIME_FIELDS', 'PhaseClock', 'train_seconds', 'clock_state', 'restore_clock', 'RunTotals',

@@ -106,7 +106,6 @@ class Collect:
             base, version = ctx.config.run.seed + now.global_step * 1013, now.parameter_version
             episodes = [EpisodeSpec(task, base + i, f"{task.task_id}:v{version}:s{base + i}")
                         for i, task in enumerate(tasks)]
-            ctx.student.eval()
             played = ctx.runner.run(episodes, policy_version=version,
                                     on_progress=lambda done, total: ctx.progress("rollout", done, total, {}))
             now.rollout_policy_version, now.rollout_iteration = version, now.rollout_iteration + 1
@@ -141,7 +140,6 @@ class Score:
         if ctx.teacher is None:
             raise TrainingError("there is no teacher to ask", hint="the trainer prepares it before the first cycle")
         with ctx.clock.measure("score"):
-            ctx.teacher.eval()
             played, chosen = [s.trajectory for s in samples], [s.selection for s in samples]
             batch = ctx.guard.rows
             if keeps_teacher_hidden(ctx.config):
@@ -280,7 +278,6 @@ class Evaluate:
         episodes = [EpisodeSpec(task, section.seed + i, f"{task.task_id}:{tag}:v{version}")
                     for i, task in enumerate(chosen)]
         with ctx.clock.measure("eval"):
-            ctx.student.eval()
             played = ctx.runner.run(episodes, temperature=section.temperature, max_turns=section.max_turns,
                                     policy_version=version,
                                     on_progress=lambda done, total: ctx.progress("eval", done, total, {"tag": tag}))
