@@ -44,6 +44,7 @@ DEFAULTS = {
              "jsd_beta": 0.5, "tail_epsilon": 1e-9, "chunk_size": 256, "exact_max_vocab": 8192, "allow_large_exact": False,
              "sampled_token_nll_weight": 0.0, "reduction": "trajectory_mean"},
     "train": {"cycles": 4, "rollouts_per_cycle": 8, "gradient_accumulation_steps": 8, "update_batch": 16, "offline_trajectories": None,
+              "max_selected_training_tokens": None, "max_train_seconds": None,
               "opd_freshness": "strict", "learning_rate": 1e-4, "weight_decay": 0.0, "max_grad_norm": 1.0, "warmup_steps": 0,
               "lr_schedule": "constant", "optimizer": "adamw", "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8,
               "save_every_cycles": 0, "eval_every_cycles": 0, "sft_warmup_cycles": 0, "log_every_steps": 1},
@@ -175,6 +176,8 @@ RANGES = {
     "train.gradient_accumulation_steps": ([8, 64], [0]),
     "train.update_batch": COUNT,
     "train.offline_trajectories": ([None, 1, 64], [0, 65]),
+    "train.max_selected_training_tokens": ([None, 1, 10**9], [0, -1, 1.5]),
+    "train.max_train_seconds": ([None, 60, 0.5], [0, -1.0]),
     "train.opd_freshness": (["strict", "replay"], ["stale"]),
     "train.learning_rate": POSITIVE,
     "train.weight_decay": WEIGHT,
@@ -339,7 +342,7 @@ def test_published_key_set_loads():
     """All keys that recipes of this format use, with values of our own."""
     older = copy.deepcopy(DEFAULTS)
     for path in ("models.threads", "models.teacher.toy_pretrain_batch", "rollout.batch_size", "loss.reduction", "train.update_batch",
-                 "train.offline_trajectories"):  # fmt: skip
+                 "train.offline_trajectories", "train.max_selected_training_tokens", "train.max_train_seconds"):  # fmt: skip
         *above, name = path.split(".")
         section = older
         for part in above:

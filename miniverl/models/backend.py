@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from ..core import BackendError
 from .tokenizers import Tokenizer
+from ..schemas.config_sections import ModelConfig
 
 # %% auto #0
-__all__ = ['KVSlots', 'slot_mask', 'Backend', 'inference_mode']
+__all__ = ['KVSlots', 'slot_mask', 'Backend', 'refuse_unbuilt', 'inference_mode']
 
 # %% ../../nbs/11_models.backend.ipynb #kv-slots
 @dataclass
@@ -130,6 +131,14 @@ class Backend(ABC):
 
     def eval(self) -> None:
         self.module.eval()
+
+# %% ../../nbs/11_models.backend.ipynb #refuse-unbuilt
+def refuse_unbuilt(section: ModelConfig) -> None:
+    """BackendError if a student's or teacher's section asks for what no backend does yet."""
+    if section.quantization != "none":
+        raise BackendError(f"quantization {section.quantization!r} is not built yet", hint="set quantization: none")
+    if getattr(section, "adapter", None) is not None:
+        raise BackendError("teacher adapters are not built yet", hint="remove models.teacher.adapter, or merge the adapter into its base")
 
 # %% ../../nbs/11_models.backend.ipynb #mode
 @contextmanager

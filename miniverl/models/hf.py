@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .backend import Backend, KVSlots, inference_mode, slot_mask
+from .backend import Backend, KVSlots, inference_mode, refuse_unbuilt, slot_mask
 from .hf_files import from_folder, quiet_library, snapshot
 from .hf_tokenizer import HFTokenizer
 from ..schemas.config import StudentConfig, TeacherConfig
@@ -118,14 +118,6 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _refuse_unbuilt(section: StudentConfig | TeacherConfig) -> None:
-    """Say no to what a recipe may name but this chapter does not build."""
-    if section.quantization != "none":
-        raise BackendError(f"quantization {section.quantization!r} is not built yet", hint="set quantization: none")
-    if getattr(section, "adapter", None) is not None:
-        raise BackendError("teacher adapters are not built yet", hint="remove models.teacher.adapter, or merge the adapter into its base")
-
-
 def _refuse_windows(config: Any, model_id: str) -> None:
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -180,7 +172,7 @@ def load_hf(
     BackendError
         If files are missing, or the model or tokenizer cannot keep the contract.
     """
-    _refuse_unbuilt(section)
+    refuse_unbuilt(section)
     device = torch.device(device)
     dtype = {"torch_dtype" if transformers.__version__.startswith("4.") else "dtype": _dtype(section.dtype, device)}
     how = {"trust_remote_code": section.trust_remote_code, "attn_implementation": section.attn_implementation, "use_safetensors": True}

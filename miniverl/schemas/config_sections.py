@@ -283,6 +283,8 @@ class TrainSection(Section):
     """Cycles, optimizer and schedule."""
 
     cycles: int = Field(default=4, ge=0, description="cycles after the cold start")
+    max_selected_training_tokens: int | None = Field(default=None, ge=1, description="no further cycle once so many selected tokens were trained on, cold start included; null: no limit")
+    max_train_seconds: float | None = Field(default=None, gt=0, description="no further cycle once rollouts, scoring and updates took so long, cold start included; null: no limit")
     rollouts_per_cycle: _Count = Field(default=8, description="trajectories of a cycle")
     gradient_accumulation_steps: _Count = Field(default=8, description="trajectories of one optimizer step")
     update_batch: _Count = Field(default=16, description="rows of one padded forward pass")

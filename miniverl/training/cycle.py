@@ -13,9 +13,9 @@ import torch
 
 from ..agent.loop import RolloutStats
 from ..core import TrainingError
-from ..schemas.config import RunConfig
+from ..schemas.config import RunConfig, TrainSection
 from ..selection.selectors import aggregate_selection_stats
-from .accounting import TRAIN_PHASES, metric_record
+from .accounting import TRAIN_PHASES, RunTotals, metric_record, train_seconds
 from .checkpoints import ROLLING, step_name
 from .offline import OfflineDataset, TaskCursor, create_dataset
 from .phases import Collect, RunContext, Score, Update, open_cache_of, phase_name
@@ -24,7 +24,7 @@ from ..utils.gpu import reset_peak, snapshot
 
 # %% auto #0
 __all__ = ['ROLLING_PER_RUN', 'CycleSamples', 'with_positions', 'oracle_samples', 'on_policy_samples', 'offline_samples',
-           'cycle_samples', 'make_offline_dataset', 'Cycle', 'cycle_record', 'Schedule']
+           'cycle_samples', 'make_offline_dataset', 'Cycle', 'cycle_record', 'Schedule', 'reached_limit']
 
 # %% ../../nbs/65a_training.cycle.ipynb #cycle-samples
 @dataclass(frozen=True)
@@ -160,7 +160,10 @@ ROLLING_PER_RUN = 20
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is due after a cycle; `done` counts main cycles, so it is not above 0 during the warm-up."""
+    """What is due after a cycle; `done` counts main cycles, so it is not above 0 during the warm-up.
+
+    `ended` says that no cycle follows: the final evaluation and checkpoint come next, and are not on this list.
+    """
 
     config: RunConfig
     rolling_every: int | None = None
@@ -170,19 +173,38 @@ class Schedule:
         """Cycles of the whole run, warm-up included."""
         return self.config.train.cycles + self.config.train.sft_warmup_cycles
 
-    def evaluation(self, done: int) -> str | None:
+    def evaluation(self, done: int, *, ended: bool = False) -> str | None:
         """Tag of the evaluation that is due, if any: at the end of the warm-up, and every `train.eval_every_cycles`."""
-        every, cycles = self.config.train.eval_every_cycles, self.config.train.cycles
-        if not self.config.eval.enabled or done < 0 or done == cycles:
+        every = self.config.train.eval_every_cycles
+        if not self.config.eval.enabled or done < 0 or ended or done == self.config.train.cycles:
             return None
         if done == 0:
             return "cold-start"
         return f"cycle{done}" if every and done % every == 0 else None
 
-    def checkpoint(self, done: int, global_step: int) -> str | None:
+    def checkpoint(self, done: int, global_step: int, *, ended: bool = False) -> str | None:
         """Name of the checkpoint that is due, if any."""
         train = self.config.train
         if train.save_every_cycles and done > 0 and done % train.save_every_cycles == 0:
             return step_name(global_step)
         interval = self.rolling_every or math.ceil(self.planned / ROLLING_PER_RUN)
-        return ROLLING if done != train.cycles and (done + train.sft_warmup_cycles) % interval == 0 else None
+        last = ended or done == train.cycles
+        return ROLLING if not last and (done + train.sft_warmup_cycles) % interval == 0 else None
+
+# %% ../../nbs/65a_training.cycle.ipynb #reached-limit
+def reached_limit(train: TrainSection, totals: RunTotals, seconds: Mapping[str, float]) -> str | None:
+    """The limit that a run has reached, if any: ``selected_training_tokens`` or ``wall_time``.
+
+    Parameters
+    ----------
+    train : TrainSection
+        Its `max_selected_training_tokens` and `max_train_seconds` are the limits; None is no limit.
+    totals : RunTotals
+        What the run has consumed, warm-up cycles included.
+    seconds : mapping
+        Wall seconds per phase so far; rollout, score and update count.
+    """
+    tokens, longest = train.max_selected_training_tokens, train.max_train_seconds
+    if tokens is not None and totals.selected_training_tokens_total >= tokens:
+        return "selected_training_tokens"
+    return "wall_time" if longest is not None and train_seconds(seconds) >= longest else None

@@ -13,7 +13,8 @@ from ..core import CheckpointError, ConfigError
 from ..schemas.config import TrainSection
 
 # %% auto #0
-__all__ = ['learning_rate', 'clip_gradients', 'AdamW', 'state_tensors', 'load_state_tensors', 'build_optimizer']
+__all__ = ['learning_rate', 'clip_gradients', 'AdamW', 'state_tensors', 'load_state_tensors', 'check_optimizer',
+           'build_optimizer']
 
 # %% ../../nbs/60_training.optim.ipynb #decay
 def _decay(schedule: str, progress: float) -> float:
@@ -151,6 +152,13 @@ def load_state_tensors(optimizer: AdamW, tensors: Mapping[str, Tensor], steps: i
     optimizer.steps = steps
 
 # %% ../../nbs/60_training.optim.ipynb #build-optimizer
+def check_optimizer(section: TrainSection) -> None:
+    """ConfigError if the recipe asks for an optimizer that is not built."""
+    if section.optimizer != "adamw":
+        raise ConfigError(f"train.optimizer = {section.optimizer!s} is not built yet",
+                          hint="set train.optimizer: adamw")
+
+
 def build_optimizer(parameters: Mapping[str, nn.Parameter], section: TrainSection) -> AdamW:
     """The optimizer that a recipe asks for.
 
@@ -159,9 +167,7 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], section: TrainSectio
     ConfigError
         If the recipe asks for an optimizer that is not built, or nothing can be trained.
     """
-    if section.optimizer != "adamw":
-        raise ConfigError(f"train.optimizer = {section.optimizer!s} is not built yet",
-                          hint="set train.optimizer: adamw")
+    check_optimizer(section)
     if not parameters:
         raise ConfigError("the student has no trainable parameter",
                           hint="enable models.student.lora or train all weights")

@@ -9,16 +9,17 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..core import ConfigError, DataError, canonical_json, read_json, utc_now
+from ..core import ConfigError, DataError, TrainingError, canonical_json, read_json, utc_now
 from ..store import RunDir, write_atomic
-from .accounting import clock_state, restore_clock, restore_totals, run_ratios, totals_state
-from .accounting import train_seconds
+from .accounting import RunLog, clock_state, restore_clock, restore_totals, run_ratios
+from .accounting import totals_state, train_seconds
 from .checkpoints import Checkpoint
+from .cycle import reached_limit
 from .memory import guard_state, restore_guard
 from .phases import Counters, RunContext
 
 # %% auto #0
-__all__ = ['Book', 'run_state', 'restore_state', 'TrainResult', 'result_of', 'update_manifest', 'closing_entries']
+__all__ = ['Book', 'run_state', 'restore_state', 'TrainResult', 'result_of', 'update_manifest', 'closing_entries', 'cut_journals']
 
 # %% ../../nbs/65c_training.result.ipynb #book
 @dataclass
@@ -99,6 +100,7 @@ class TrainResult:
     parameter_version: int
     policy_version: int
     cycles_completed: int
+    stopped_by: str
     baseline_eval: dict[str, Any] | None
     eval: dict[str, Any] | None
     eval_history: list[dict[str, Any]]
@@ -136,6 +138,7 @@ def result_of(ctx: RunContext, book: Book, run_id: str, final: Checkpoint) -> Tr
         run_id=run_id, mode=str(ctx.config.run.mode), objective=ctx.config.objective_name, global_step=now.global_step,
         parameter_version=now.parameter_version, policy_version=now.parameter_version,
         cycles_completed=max(0, now.cycle),
+        stopped_by=reached_limit(ctx.config.train, ctx.totals, wall) or "cycles",
         baseline_eval=book.baseline_eval, eval=book.final_eval, eval_history=book.eval_history,
         cache=cache.stats().model_dump(mode="json") if cache is not None else None,
         cache_bytes_written_total=cache.bytes_written_total if cache is not None else None,
@@ -161,6 +164,26 @@ def closing_entries(ctx: RunContext, result: TrainResult) -> dict[str, Any]:
                    "chunk_size_history": list(guard.history)},
         "final_checkpoint": {**result.final_checkpoint, "integrity": "verified"}, "teacher": result.teacher,
         "final_evaluation": {k: result.eval[k] for k in ("split", "tasks", "success_rate")} if result.eval else None,
-        "result": {"global_step": result.global_step, "train_seconds": result.train_seconds,
-                   "wall_seconds": result.wall_seconds},
+        "result": {"global_step": result.global_step, "stopped_by": result.stopped_by,
+                   "train_seconds": result.train_seconds, "wall_seconds": result.wall_seconds},
     }
+
+# %% ../../nbs/65c_training.result.ipynb #cut-journals
+def cut_journals(run: RunDir, log: RunLog, positions: Mapping[str, int]) -> None:
+    """Cut the journals of a complete run back to `positions`, lengths in bytes that were taken after its training.
+
+    Raises
+    ------
+    TrainingError
+        If the run is not complete, or a record of its training would be lost.
+    StoreError
+        If a position is not the end of a record.
+    """
+    manifest = read_json(run.manifest)
+    if manifest.get("status") != "completed" or "journals" not in manifest:
+        raise TrainingError(f"{run.path.name} is not complete; its journals follow its checkpoints",
+                            hint="train it to its end first")
+    if odd := [name for name in log.NAMES if positions.get(name, -1) < manifest["journals"][name]]:
+        raise TrainingError(f"cutting {', '.join(odd)} of {run.path.name} would lose records of its training",
+                            hint="use positions that were taken when the run was complete")
+    log.truncate(positions)

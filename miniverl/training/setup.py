@@ -16,7 +16,7 @@ from ..agent.episode import oracle_trajectory
 from ..cache.store import TeacherCache
 from ..core import BackendError, ConfigError, StoreError, canonical_json, read_json
 from ..environments.base import Environment, Task, make_environment, make_splits
-from ..models.backend import Backend
+from ..models.backend import Backend, refuse_unbuilt
 from ..models.loading import load_backend, resolve_device
 from ..schemas.cache import CacheIdentity
 from ..schemas.config import RunConfig, deep_merge
@@ -27,7 +27,7 @@ from .manifest import effective_top_k, environment_record, keeps_teacher_hidden,
 from .manifest import start_manifest
 from .memory import MemoryGuard
 from .offline import TaskCursor, load_dataset
-from .optim import build_optimizer
+from .optim import build_optimizer, check_optimizer
 from .phases import Counters, Parts, Progress, RunContext
 
 # %% auto #0
@@ -38,13 +38,23 @@ __all__ = ['TOY_TEACHERS', 'check_supported', 'check_stored_vocabulary', 'run_fo
 
 # %% ../../nbs/65b_training.setup.ipynb #check-supported
 def check_supported(config: RunConfig) -> None:
-    """Raise ConfigError for choices that a valid recipe can make and this version cannot carry out."""
+    """Refuse what a valid recipe can ask for and this version, or this machine, cannot do; loads no model.
+
+    Raises
+    ------
+    ConfigError, BackendError
+    """
     if config.memory.strategy == "swap":
         raise ConfigError("memory.strategy = 'swap' is not built yet",
                           hint="use memory.strategy: resident; both models must fit the device")
     if config.models.teacher.mode == "privileged_context" and config.run.mode != "sft":
         raise ConfigError("models.teacher.mode = 'privileged_context' is not built yet",
                           hint="use models.teacher.mode: standard")
+    check_optimizer(config.train)
+    refuse_unbuilt(config.models.student)
+    if needs_teacher(config):
+        refuse_unbuilt(config.models.teacher)
+    resolve_device(config.models.device)
 
 
 def check_stored_vocabulary(config: RunConfig, vocab_size: int) -> None:

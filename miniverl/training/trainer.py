@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +20,13 @@ from ..schemas.config import RunConfig
 from ..store import RunDir, remove_temps, run_lock, write_atomic
 from .checkpoints import FINAL, ROLLING, Checkpoint, decode_rng, latest_checkpoint, load_checkpoint
 from .checkpoints import recover_checkpoints, save_checkpoint
-from .cycle import Cycle, Schedule, make_offline_dataset
+from .cycle import Cycle, Schedule, make_offline_dataset, reached_limit
 from .manifest import observed_status
 from .memory import capture_rng, restore_rng, seed_everything
 from .optim import AdamW
 from .phases import Evaluate, Progress, RunContext, no_progress, phase_name
-from .result import Book, TrainResult, closing_entries, restore_state, result_of, run_state
-from .result import update_manifest
+from .result import Book, TrainResult, closing_entries, cut_journals, restore_state, result_of
+from .result import run_state, update_manifest
 from .setup import build_parts, cache_folder, check_free, drop_folder, make_run_directory, new_context
 from .setup import prepare_targets, recorded_recipe, run_folder, torch_settings
 
@@ -155,18 +155,26 @@ def report_cycle(ctx: RunContext, record: dict[str, Any], planned: int) -> None:
 
 # %% ../../nbs/66_training.trainer.ipynb #walk-cycles
 def walk_cycles(opened: OpenRun, due: Schedule) -> None:
-    """Run the cycles that are left, and after each of them what is due."""
+    """Run the cycles that are left until a limit is reached, and after each of them what is due."""
     ctx, cycle, evaluate = opened.context, Cycle(opened.context), Evaluate(opened.context)
-    while ctx.counters.cycle < ctx.config.train.cycles:
+    while ctx.counters.cycle < ctx.config.train.cycles and not _limit(ctx):
         if ctx.dataset is None and phase_name(ctx.config, ctx.counters.cycle) == "offline_kd":
             ctx.dataset = make_offline_dataset(ctx, opened.run.offline_dataset)
         report_cycle(ctx, cycle(ctx.counters.cycle), due.planned)
-        if tag := due.evaluation(ctx.counters.cycle):
+        ended = _limit(ctx) is not None
+        if tag := due.evaluation(ctx.counters.cycle, ended=ended):
             opened.book.eval_history.append(evaluate(tag=tag))
-        if name := due.checkpoint(ctx.counters.cycle, ctx.counters.global_step):
+        if name := due.checkpoint(ctx.counters.cycle, ctx.counters.global_step, ended=ended):
             save(opened, name)
+    if ctx.counters.cycle < ctx.config.train.cycles:
+        ctx.log.event("stopped_by_budget", budget=_limit(ctx), cycle=ctx.counters.cycle, step=ctx.counters.global_step,
+                      selected_training_tokens=ctx.totals.selected_training_tokens_total)
 
 
+def _limit(ctx: RunContext) -> str | None:
+    return reached_limit(ctx.config.train, ctx.totals, ctx.clock.wall_seconds)
+
+# %% ../../nbs/66_training.trainer.ipynb #walk-whole
 def walk(opened: OpenRun, due: Schedule) -> Checkpoint:
     """Everything from the baseline to the final checkpoint."""
     ctx, config, book = opened.context, opened.context.config, opened.book
@@ -195,10 +203,10 @@ def _seed_to_result(opened: OpenRun, due: Schedule) -> TrainResult:
     final = found if found is not None and found.path.name == FINAL else walk(opened, due)
     result = result_of(ctx, book, run.path.name, final)
     ctx.log.event("run_end", step=result.global_step, cycles=result.cycles_completed)
-    ctx.log.positions()
+    journals = ctx.log.positions()
     write_atomic(run.eval, canonical_json(result.to_dict()))
     drop_folder(run.checkpoints / ROLLING)
-    update_manifest(run, **closing_entries(ctx, result))
+    update_manifest(run, **closing_entries(ctx, result), journals=journals)
     return result
 
 # %% ../../nbs/66_training.trainer.ipynb #train-run
@@ -321,6 +329,16 @@ class OPDTrainer:
             found = load_checkpoint(path, backend=self.student, include_optimizer=False, include_rng=False)
             self.context.log.event(event, content_digest=found.content_digest, global_step=found.global_step, **told)
             return found
+
+    def journal_positions(self) -> dict[str, int]:
+        """Length of every journal in bytes, on disk; what `truncate_journals` goes back to."""
+        with self._one.operation("journal_positions"):
+            return self.context.log.positions()
+
+    def truncate_journals(self, positions: Mapping[str, int]) -> None:
+        """Forget what was logged behind `positions`, all of it after training; see `result.cut_journals`."""
+        with self._one.operation("truncate_journals"):
+            cut_journals(self.run, self.context.log, positions)
 
     def close(self) -> None:
         """Give everything back; closing twice is harmless."""
