@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, mode
 from ..core import DataError, compact_json
 
 # %% auto #0
-__all__ = ['Section', 'FieldRow', 'field_rows', 'field_table', 'RunSection', 'ToyShape', 'LoraConfig', 'ModelConfig',
+__all__ = ['Section', 'FieldRow', 'field_rows', 'field_table', 'RunMode', 'RunSection', 'ToyShape', 'LoraConfig', 'ModelConfig',
            'StudentConfig', 'AdapterConfig', 'TeacherConfig', 'ModelsSection', 'EnvironmentSection', 'RolloutSection',
            'SelectionSection', 'LossSection', 'TrainSection', 'MemorySection', 'CacheSection', 'EvalSection',
            'ReportSection']
@@ -53,7 +54,7 @@ class FieldRow(NamedTuple):
 def _values(annotation: Any, limits: list[Any]) -> str:
     """Admissible values of a field in words: choices, or a type with its interval."""
     text = str(getattr(annotation, "__name__", annotation))
-    options = get_args(annotation)
+    options = tuple(annotation) if isinstance(annotation, type) and issubclass(annotation, StrEnum) else get_args(annotation)
     if options and all(isinstance(option, str) for option in options):
         return " or ".join(f"`{option}`" for option in options)
     if type(None) in options:
@@ -104,12 +105,20 @@ def field_table(model: type[BaseModel], prefix: str = "") -> str:
     head = ["| field | values | default | meaning |", "|---|---|---|---|"]
     return "\n".join(head + [f"| `{row.path}` | {row.values} | {row.default} | {row.meaning} |" for row in field_rows(model, prefix)])
 
+# %% ../../nbs/02_schemas.config_sections.ipynb #run-mode
+class RunMode(StrEnum):
+    """What a run trains on."""
+
+    SFT = "sft"
+    OFFLINE_KD = "offline_kd"
+    OPD = "opd"
+
 # %% ../../nbs/02_schemas.config_sections.ipynb #run-section
 class RunSection(Section):
     """Identity, mode and seed of a run."""
 
     name: str = Field(default="miniverl-run", min_length=1, max_length=120, description="human name; part of a generated run id")
-    mode: Literal["sft", "offline_kd", "opd"] = Field(default="opd", description="what is trained on what; see above")
+    mode: Annotated[RunMode, Strict(False)] = Field(default=RunMode.OPD, description="what is trained on what; see above")
     seed: _Seed = Field(default=1234, description="seed of task order, rollouts, selection and initial weights")
     output_dir: str = Field(default="runs", min_length=1, description="folder that receives the run directory")
     run_id: str | None = Field(default=None, min_length=1, description="name of the run directory; null: generated")
