@@ -240,7 +240,10 @@ def any_of(annotation: Any) -> st.SearchStrategy:
         return st.one_of(*map(any_of, inner))
     if origin is Literal:
         return st.sampled_from(inner)
-    if origin in (Annotated, NotRequired):
+    if origin is Annotated:  # a described Sha256 is a flat Annotated[str, pattern, description]
+        known = Annotated[inner[0], inner[1]]
+        return SPECIAL[known] if known in SPECIAL else any_of(inner[0])
+    if origin is NotRequired:
         return any_of(inner[0])
     if origin is list:
         return st.lists(any_of(inner[0]), max_size=2)

@@ -14,13 +14,17 @@ from pydantic import AfterValidator, ConfigDict, Field, Strict, field_validator,
 from typing_extensions import TypedDict
 
 from ..core import DataError, canonical_json, compact_json, digest, loads_strict, read_json
+from .spec import ArmSpec, BenchmarkConfig
 from ..portable import portable_payload
 from ..schemas.trajectory import Record
 
 # %% auto #0
 __all__ = ['Json', 'JsonMapping', 'Count', 'Rate', 'Amount', 'Sha256', 'BudgetAxis', 'V1_NAMES', 'V2_NEEDS', 'TIME_FIELDS',
            'DiffRow', 'TeacherPreparation', 'ColdStartCheckpoint', 'ColdStart', 'ArmResult', 'BenchmarkResult',
-           'ArmAggregate', 'without_times', 'schema_text']
+           'ArmAggregate', 'without_times', 'schema_text', 'ArmSpec', 'BenchmarkConfig']
+
+# %% ../../nbs/70b_evaluation.schema.ipynb #names
+_all_ = ["ArmSpec", "BenchmarkConfig"]
 
 # %% ../../nbs/70b_evaluation.schema.ipynb #json-parts
 def _as_read(value: Any) -> Any:
@@ -57,7 +61,7 @@ class DiffRow(TypedDict):
     common: Annotated[Json, Field(description="value in the common configuration; null if added")]
     arm: Annotated[Json, Field(description="value of the arm; null if removed")]
     change: Annotated[Literal["added", "removed", "changed"], Field(description="kind of difference")]
-    stage: NotRequired[Annotated[str, Field(description="declared_vs_common or runtime_resolution")]]
+    stage: NotRequired[Annotated[Literal["declared_vs_common", "runtime_resolution"], Field(description="who decided it: the arm, or the loader")]]
 
 
 @with_config(_STRICT)
