@@ -191,8 +191,8 @@ def _faults(model: type[BaseModel], error: ValidationError, data: Any) -> Iterat
 
 # %% ../../nbs/02a_schemas.yamlio.ipynb #explain-places
 def _model_at(model: type[BaseModel], loc: Any) -> type[BaseModel] | None:
-    """The record type at a place inside `model`, looking through optional fields."""
-    for part in loc:
+    """The record type at a place inside `model`, looking through optional fields and lists."""
+    for part in (part for part in loc if not str(part).isdigit()):
         field = model.model_fields.get(str(part))
         kinds = (field.annotation, *getattr(field.annotation, "__args__", ())) if field else ()
         inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
