@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, Strict, field_validator, model_validator, with_config
+from pydantic import AfterValidator, ConfigDict, Field, Strict, ValidationInfo, model_validator, with_config
 from typing_extensions import TypedDict
 
 from ..core import DataError, canonical_json, compact_json, digest, loads_strict, read_json
@@ -27,9 +27,12 @@ __all__ = ['Json', 'JsonMapping', 'Count', 'Rate', 'Amount', 'Sha256', 'BudgetAx
 _all_ = ["ArmSpec", "BenchmarkConfig"]
 
 # %% ../../nbs/70b_evaluation.schema.ipynb #json-parts
-def _as_read(value: Any) -> Any:
-    """The value as it comes back from a JSON file; DataError if JSON cannot hold it."""
-    return json.loads(compact_json(value))
+def _as_read(value: Any, info: ValidationInfo) -> Any:
+    """The value as it comes back from a JSON file; DataError names the field if JSON cannot hold it."""
+    try:
+        return json.loads(compact_json(value))
+    except DataError as error:
+        raise DataError(f"{info.field_name}: {error.message}", hint=error.hint) from error
 
 
 Json = Annotated[Any, AfterValidator(_as_read)]
@@ -46,6 +49,9 @@ class _Strict(Record):
     """A part of a result: strict types, no unknown field, finite numbers, immutable."""
 
     model_config = _STRICT
+
+
+_EDITED = "the file was written by another version or edited by hand"
 
 
 def _null(description: str) -> Any:
@@ -103,7 +109,7 @@ class ColdStart(TypedDict):
 def _last_component(path: str) -> str:
     name = re.split(r"[\\/]", path.rstrip("\\/"))[-1]
     if name in ("", ".", ".."):
-        raise ValueError("names no directory")
+        raise DataError(f"run_dir {path!r} names no directory", hint=_EDITED)
     return name
 
 
@@ -229,11 +235,11 @@ _RESULT_ALIASES = (
 )
 
 
-def _check_aliases(record: _Strict, pairs: tuple[tuple[str, str], ...]) -> None:
+def _check_aliases(record: _Strict, pairs: tuple[tuple[str, str], ...], whose: str) -> None:
     for name, alias in pairs:
         one, two = getattr(record, name), getattr(record, alias)
         if one is not None and two is not None and one != two:
-            raise ValueError(f"{alias} is an alias of {name} and has another value")
+            raise DataError(f"{whose}: {alias} is an alias of {name} and has another value", hint=_EDITED)
 
 
 class ArmResult(_ArmCost, _ArmRates, _ArmCounts, _ArmProvenance, _ArmIdentity):
@@ -245,12 +251,12 @@ class ArmResult(_ArmCost, _ArmRates, _ArmCounts, _ArmProvenance, _ArmIdentity):
         if not isinstance(data, Mapping):
             return data
         if twice := [old for old, new in V1_NAMES.items() if old in data and new in data]:
-            raise ValueError(f"{twice[0]} is the older name of {V1_NAMES[twice[0]]}; only one of them can be given")
+            raise DataError(f"an arm has {twice[0]} and {V1_NAMES[twice[0]]}, which are the older and the present name of one field", hint=_EDITED)
         return {V1_NAMES.get(name, name): value for name, value in data.items()}
 
     @model_validator(mode="after")
     def _aliases_agree(self) -> Self:
-        _check_aliases(self, _ARM_ALIASES)
+        _check_aliases(self, _ARM_ALIASES, f"arm {self.name!r}, seed {self.seed}")
         return self
 
 # %% ../../nbs/70b_evaluation.schema.ipynb #result
@@ -281,13 +287,25 @@ class _ResultFields(_Strict):
     seeds: Annotated[list[Count], Strict(False)] = Field(min_length=1, description="seeds that were run")
     teacher_preparation: list[TeacherPreparation] | None = _null("toy teachers that were fitted, once each")
 
-# %% ../../nbs/70b_evaluation.schema.ipynb #result-class
+# %% ../../nbs/70b_evaluation.schema.ipynb #result-rules
 _V2_RULE: dict[str, Any] = {
     "if": {"properties": {"schema_version": {"const": 2}}},
     "then": {"required": list(V2_NEEDS), "properties": {name: {"not": {"type": "null"}} for name in V2_NEEDS}},
 }
 
 
+def _check_result(result: BenchmarkResult) -> None:
+    """Raise DataError for a rule that reaches beyond one field."""
+    if result.schema_version == 2 and (missing := [name for name in V2_NEEDS if getattr(result, name) is None]):
+        raise DataError(f"format 2 requires {', '.join(missing)}", hint=_EDITED)
+    _check_aliases(result, _RESULT_ALIASES, result.name)
+    pairs = [(arm.name, arm.seed) for arm in result.arms]
+    if twice := [pair for pair in pairs if pairs.count(pair) > 1]:
+        raise DataError(f"arm {twice[0][0]!r} has seed {twice[0][1]} twice", hint="keep one record for each arm and seed")
+    if stray := sorted({seed for _, seed in pairs} - set(result.seeds)):
+        raise DataError(f"seed {stray[0]} of an arm is not among the seeds {result.seeds}", hint=_EDITED)
+
+# %% ../../nbs/70b_evaluation.schema.ipynb #result-class
 class BenchmarkResult(_ResultFields):
     """A benchmark: what its arms have in common, and one record for each arm and seed."""
 
@@ -295,14 +313,7 @@ class BenchmarkResult(_ResultFields):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        if self.schema_version == 2 and (missing := [name for name in V2_NEEDS if getattr(self, name) is None]):
-            raise ValueError(f"format 2 requires {', '.join(missing)}")
-        _check_aliases(self, _RESULT_ALIASES)
-        pairs = [(arm.name, arm.seed) for arm in self.arms]
-        if twice := [pair for pair in pairs if pairs.count(pair) > 1]:
-            raise ValueError(f"arm {twice[0][0]!r} has seed {twice[0][1]} twice")
-        if stray := sorted({seed for _, seed in pairs} - set(self.seeds)):
-            raise ValueError(f"seed {stray[0]} of an arm is not among the seeds {self.seeds}")
+        _check_result(self)
         return self
 
     @classmethod
@@ -326,16 +337,10 @@ class BenchmarkResult(_ResultFields):
 
     def digest_faults(self) -> list[str]:
         """Recorded digests that do not belong to the configuration beside them; empty if all are sound."""
-        return [f"{name}_digest" for name, config, recorded in _digested(self) if recorded != digest(portable_payload(config))]
-
-# %% ../../nbs/70b_evaluation.schema.ipynb #result-helpers
-def _digested(result: BenchmarkResult) -> Iterator[tuple[str, Any, str | None]]:
-    """Every configuration of a result, with its name and its recorded digest."""
-    yield from ((name, getattr(result, name), getattr(result, f"{name}_digest"))
-                for name in ("common_declared_config", "common_resolved_config") if getattr(result, name) is not None)
-    cold = result.cold_start
-    if cold is not None and cold.get("resolved_config") is not None:
-        yield "cold_start.resolved_config", cold["resolved_config"], cold.get("resolved_config_digest")
+        cold: Mapping[str, object] = self.cold_start or {}
+        held = {name: (getattr(self, name), getattr(self, f"{name}_digest")) for name in ("common_declared_config", "common_resolved_config")}
+        held["cold_start.resolved_config"] = (cold.get("resolved_config"), cold.get("resolved_config_digest"))
+        return [f"{name}_digest" for name, (config, recorded) in held.items() if config is not None and recorded != digest(portable_payload(config))]
 
 # %% ../../nbs/70b_evaluation.schema.ipynb #aggregate
 class ArmAggregate(TypedDict):
