@@ -432,6 +432,7 @@ WARNED = [
     ([at("models.student.toy.max_position_embeddings", 512)], "below rollout.max_total_tokens"),
     ([at("rollout.temperature", 0)], "nothing is explored"),
     ([at("eval.split", "train")], "unseen tasks"),
+    ([at("train", {"lr_schedule": "linear", "max_train_seconds": 9.0})], "a limit ends earlier"),
     ([at("eval.tasks", 33)], "more than the eval split holds"),
     ([at("run.deterministic", False)], "may differ"),
 ]

@@ -156,6 +156,8 @@ def _warnings(c: _Derived) -> Iterator[str]:
             yield f"models.{role}.toy.max_position_embeddings is below rollout.max_total_tokens and bounds the episodes"
     if c.run.mode == "opd" and c.rollout.temperature == 0:
         yield "rollout.temperature is 0: every episode of a task is the same, so nothing is explored"
+    if c.train.lr_schedule != "constant" and (c.train.max_selected_training_tokens or c.train.max_train_seconds):
+        yield f"train.lr_schedule {c.train.lr_schedule} is planned for {c.total_steps} steps: a run that a limit ends earlier skips its low end"
     if c.eval.split == "train":
         yield "eval.split is train: the result says nothing about unseen tasks"
     if (c.eval.tasks or 0) > {"train": c.environment.train_tasks, "eval": c.environment.eval_tasks}.get(
