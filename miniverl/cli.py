@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from .commands import read, work
+from .commands import bench, read, work
 from .console import HANDLED, LOG_LEVELS, note, prepare_streams, report_error, say, set_log_level
 from .core import UsageError
 
@@ -43,6 +43,8 @@ class Commands(TyperGroup):
     def main(self, args: Any = None, prog_name: str | None = None, *, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
         """Parse and run; errors of the parser become two lines and exit code 2."""
         prepare_streams()
+        words = [prog_name or "miniverl", *(sys.argv[1:] if args is None else args)]
+        extra.setdefault("obj", {"invocation": words})
         try:
             code = super().main(args, prog_name, standalone_mode=False, **extra)
             sys.stdout.flush()
@@ -91,7 +93,8 @@ def _global_options(
     set_log_level(log_level)
 
 # %% ../nbs/98_cli.ipynb #commands
-for _command in (read.doctor, work.demo, read.validate, work.train, work.evaluate, read.inspect, read.report):
+for _command in (read.doctor, work.demo, read.validate, work.train, work.evaluate, read.inspect, read.report, bench.benchmark, bench.export_benchmark,
+                 bench.schema):
     app.command("eval" if _command is work.evaluate else None)(_command)
 app.add_typer(read.cache_app, name="cache")
 

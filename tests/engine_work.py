@@ -69,3 +69,7 @@ def linger(payload):
         (folder / f"{payload['name']}.interrupted").write_text("")
         raise
     raise TrainingError("nobody came")
+
+
+def meet_or_linger(payload):
+    return linger(payload) if "folder" in payload else meet(payload)

@@ -18,7 +18,7 @@ from ..core import TrainingError, UsageError, require
 from .workers import Answer, Work, Worker, attempt, end_workers, lost_worker, named, parcel
 
 # %% auto #0
-__all__ = ['OnDone', 'ENGINES', 'Unit', 'next_ready', 'check_units', 'Pool', 'drive', 'Here', 'Processes',
+__all__ = ['OnDone', 'ENGINES', 'Unit', 'next_ready', 'check_units', 'Pool', 'drive', 'Here', 'packed', 'Processes',
            'only_this_thread_prints', 'RayTasks', 'check_engine', 'open_pool', 'run_units']
 
 # %% ../../nbs/72b_evaluation.engines.ipynb #unit
@@ -131,12 +131,21 @@ class Here:
     def give_up(self) -> None:
         """Nothing else runs."""
 
+# %% ../../nbs/72b_evaluation.engines.ipynb #packed
+def packed(work: Work) -> bytes:
+    """The function for another process; UsageError if that process could not find it."""
+    try:
+        return pickle.dumps(work)
+    except Exception as error:
+        raise UsageError(f"the work function is not importable by another process: {error}",
+                         hint="define it at the top level of a module, or use one job") from error
+
 # %% ../../nbs/72b_evaluation.engines.ipynb #processes
 class Processes:
     """Runs units in processes of this machine."""
 
     def __init__(self, work: Work, *, grace: float = 10.0) -> None:
-        self.packed, self.grace = pickle.dumps(work), grace
+        self.packed, self.grace = packed(work), grace
         self.idle: list[Worker] = []
         self.busy: dict[Any, tuple[str, Worker]] = {}
 
@@ -222,6 +231,16 @@ def _join_ray(jobs: int) -> tuple[Any, bool]:
         ray.init(address="local", num_cpus=jobs, include_dashboard=False, **quiet)
     return ray, True
 
+# %% ../../nbs/72b_evaluation.engines.ipynb #ray-trouble
+def _ray_trouble(unit: str, error: Exception) -> TrainingError:
+    """What Ray says about a task that gave no answer, in our words."""
+    kind, lines = type(error).__name__, [line.strip() for line in str(error).splitlines() if line.strip()]
+    if kind == "RaySystemError" or "ModuleNotFoundError" in str(error):
+        said = next((line for line in reversed(lines) if "Error" in line), kind)
+        return TrainingError(f"{unit}: a node could not load its work ({said})",
+                             hint="install miniverl and what the benchmark uses on every node, in the same version")
+    return lost_worker(unit, kind)
+
 # %% ../../nbs/72b_evaluation.engines.ipynb #ray-pool
 class RayTasks:
     """Runs units as tasks of a Ray cluster."""
@@ -249,8 +268,7 @@ class RayTasks:
         try:
             return name, self.ray.get(ref)
         except self.ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None) or error
-            return name, Answer(error=lost_worker(name, type(cause).__name__))
+            return name, Answer(error=_ray_trouble(name, error))
 
     def give_up(self) -> None:
         """Cancel what runs or waits: it interrupts the task, which may still close its run."""
