@@ -15,7 +15,7 @@ import pytest
 from account_runs import made
 from training_helpers import tiny, tree
 
-from miniverl.core import ConfigError, DataError, StoreError, digest
+from miniverl.core import ConfigError, DataError, MiniVerlError, StoreError, digest
 from miniverl.evaluation.evaluator import evaluate_run
 from miniverl.evaluation.export import HARDWARE_KEYS, export_run, sanitize_hardware, submission
 from miniverl.evaluation.schema import BenchmarkResult
@@ -239,3 +239,48 @@ def test_exporting_needs_no_torch(copy):
     )
     assert done.stdout.strip() == "benchmark-submission.json", done.stderr
     assert (folder / "benchmark-submission.json").read_text() == submission(RunDir(folder)).to_json()
+
+
+def spoiled(record, depth=2):
+    """Copies of a record in each of which one field is gone or holds something else."""
+    for key, value in record.items():
+        yield {k: v for k, v in record.items() if k != key}
+        yield {**record, key: None}
+        yield {**record, key: ["odd"]}
+        if isinstance(value, dict) and depth > 1:
+            yield from ({**record, key: below} for below in spoiled(value, depth - 1))
+
+
+EVERY = [pytest.param(23, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("step", EVERY)
+@pytest.mark.parametrize("name", ["eval.json", "manifest.json", "eval.standalone.json"])
+def test_damaged_records_end_in_an_error_of_ours(copy, name, step):
+    folder = copy("zero")
+    evaluate_run(folder)
+    path, refused = folder / name, 0
+    whole = path.read_text()
+    for record in list(spoiled(json.loads(whole)))[::step]:
+        path.write_text(json.dumps(record))
+        try:
+            submission(RunDir(folder))
+        except MiniVerlError as error:
+            refused += 1
+            assert "\n" not in error.message and error.hint
+    assert refused > 0
+
+
+@pytest.mark.parametrize("step", EVERY)
+def test_damaged_cycle_records_end_in_an_error_of_ours(copy, step):
+    folder = copy("sft")
+    path, refused = folder / "metrics.jsonl", 0
+    lines = path.read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if '"sft_cycle"' in line)
+    for record in list(spoiled(json.loads(lines[at])))[::step]:
+        path.write_text("".join(f"{line}\n" for line in [*lines[:at], json.dumps(record), *lines[at + 1 :]]))
+        try:
+            submission(RunDir(folder))
+        except MiniVerlError:
+            refused += 1
+    assert refused > 0

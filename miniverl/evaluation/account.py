@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import importlib
-import math
 import platform
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,62 +14,29 @@ import miniverl
 from ..agent.stats import RolloutStats
 from ..core import DataError, canonical_json, package_versions
 from .design import HARNESS_PATHS, leaf_diff
+from .lenient import lenient_rate, lenient_success
 from .schema import ArmResult, ArmSpec
 from ..reporting.records import RunRecords, at, is_training_tag, load_run
 from ..schemas.config import RunConfig
 from ..schemas.trajectory import Trajectory
 from ..store import RunDir, read_journal
-from ..training.accounting import run_ratios, totals_of, totals_state
+from ..training.accounting import RunTotals, run_ratios, totals_of, totals_state
 from ..training.manifest import PACKAGES, hardware_record
 
 # %% auto #0
-__all__ = ['LENIENT_TOLERANCE', 'lenient_success', 'lenient_rate', 'evaluation_trajectories', 'peak_memory', 'diff_views',
-           'finished_run', 'arm_result', 'largest_cycle', 'budget_report', 'hardware_of', 'hardware_summary',
-           'software_summary', 'teacher_preparation']
+__all__ = ['evaluation_trajectories', 'peak_memory', 'diff_views', 'finished_run', 'arm_result', 'largest_cycle', 'budget_report',
+           'hardware_of', 'hardware_summary', 'software_summary', 'teacher_preparation']
 
-# %% ../../nbs/72_evaluation.account.ipynb #lenient
-LENIENT_TOLERANCE = 1e-3
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S | re.I)
-
-
-def _unwrapped(text: str) -> str:
-    """What stands in the only `<answer>` block, or the text itself; white space is evened out."""
-    blocks = _ANSWER.findall(text)
-    return " ".join((blocks[0] if len(blocks) == 1 else text).split())
+# %% ../../nbs/72_evaluation.account.ipynb #check-fields
+_MANIFEST_TEXTS = ("mode", "run_id", "miniverl_version", "created_at")
+_RESULT_NUMBERS = ("global_step", "parameter_version", "train_seconds", "teacher_prep_seconds", "evaluation_seconds", "wall_seconds")
+_EVALUATION_NUMBERS = ("tasks", "success_rate", "seconds", "parameter_version")
 
 
-def _number(text: str) -> float | None:
-    """The finite number that the whole text is, if it is one."""
-    plain = re.fullmatch(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", text, re.A)
-    value = float(text) if plain else math.nan
-    return value if math.isfinite(value) else None
-
-
-def _same(given: str, expected: str) -> bool:
-    """Whether two texts say the same, as numbers within the tolerance or letter for letter."""
-    x, y = _number(given), _number(expected)
-    if x is None or y is None:
-        return given.casefold() == expected.casefold() != ""
-    allowed = LENIENT_TOLERANCE * max(1.0, abs(y))
-    return abs(x - y) <= (min(allowed, 0.49) if y.is_integer() else allowed)
-
-# %% ../../nbs/72_evaluation.account.ipynb #lenient-success
-def lenient_success(trajectory: Trajectory) -> bool:
-    """Whether an episode's answer is right once its wrapping and a small numeric distance are forgiven."""
-    verdict = trajectory.verification
-    if verdict is None:
-        return False
-    if verdict.solved:
-        return True
-    if verdict.predicted is None or verdict.expected is None:
-        return False
-    return _same(_unwrapped(verdict.predicted), _unwrapped(verdict.expected))
-
-
-def lenient_rate(trajectories: Iterable[Trajectory]) -> float | None:
-    """Share of `lenient_success`; None without an episode."""
-    marks = [lenient_success(trajectory) for trajectory in trajectories]
-    return sum(marks) / len(marks) if marks else None
+def _check_fields(record: Mapping[str, Any], source: object, names: Sequence[str], *kinds: type) -> None:
+    """DataError unless every one of these fields is there and of one of the kinds."""
+    if odd := [name for name in names if type(record.get(name)) not in kinds]:
+        raise DataError(f"{source}: {odd[0]} is {record.get(odd[0])!r:.40}", hint="the run was recorded by another version, or edited")
 
 # %% ../../nbs/72_evaluation.account.ipynb #evaluation-trajectories
 def evaluation_trajectories(run: RunDir, evaluation: Mapping[str, Any]) -> list[Trajectory]:
@@ -89,6 +54,7 @@ def evaluation_trajectories(run: RunDir, evaluation: Mapping[str, Any]) -> list[
     DataError
         If the run has no such episodes, or others than the payload describes.
     """
+    _check_fields(evaluation, f"the evaluation {evaluation.get('tag')!r}", _EVALUATION_NUMBERS, int, float)
     mark = f":{evaluation.get('tag')}:v{evaluation.get('parameter_version')}"
     lines = [line for line in read_journal(run.eval_trajectories) if str(line.get("trajectory_id")).endswith(mark)]
     lines = lines[-int(evaluation["tasks"]) :]
@@ -133,6 +99,14 @@ def diff_views(common: RunConfig, declared: RunConfig, resolved: RunConfig) -> d
             "runtime_resolution_diff": [row for row in later if row["path"] not in taken]}
 
 # %% ../../nbs/72_evaluation.account.ipynb #records-of
+def _summed(records: RunRecords, run: RunDir) -> RunTotals:
+    """Totals over all cycle records."""
+    try:
+        return totals_of(records.metrics)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{run.metrics}: a cycle record lacks {error}", hint="the run was recorded by another version, or edited") from error
+
+
 def finished_run(run: RunDir) -> tuple[RunRecords, RunConfig]:
     """The records of a run with a result, and its resolved configuration; both agree with themselves.
 
@@ -146,11 +120,14 @@ def finished_run(run: RunDir) -> tuple[RunRecords, RunConfig]:
     records = load_run(run.path)
     if records.result is None:
         raise DataError(f"{run.path} has no result yet", hint=f"finish the run: miniverl train --resume {run.path}")
+    _check_fields(records.manifest, run.manifest, _MANIFEST_TEXTS, str)
+    _check_fields(records.result, run.eval, _RESULT_NUMBERS, int, float)
+    _check_fields(records.result, run.eval, ("accounting",), dict)
     resolved = RunConfig.from_yaml(run.config_resolved)
     if resolved.digest != at(records.manifest, "config_digests.resolved"):
         raise DataError(f"{run.config_resolved} is not the configuration that the manifest records",
                         hint="the file was edited after the run; restore it")
-    summed, written = totals_state(totals_of(records.metrics)), records.result.get("accounting") or {}
+    summed, written = totals_state(_summed(records, run)), records.result["accounting"]
     if odd := sorted(name for name, value in summed.items() if written.get(name) != value):
         raise DataError(f"{run.path}: metrics.jsonl and eval.json disagree in {', '.join(odd[:4])}",
                         hint="one of them was edited or cut; the run cannot be accounted for")
@@ -159,11 +136,11 @@ def finished_run(run: RunDir) -> tuple[RunRecords, RunConfig]:
 # %% ../../nbs/72_evaluation.account.ipynb #identity
 def _identity(records: RunRecords, arm: ArmSpec, seed: int) -> dict[str, Any]:
     """Name, run and objective."""
-    manifest, objective = records.manifest, at(records.manifest, "objective") or {}
+    manifest = records.manifest
     fields = ("opd_freshness", "loss_mode", "divergence", "selector", "top_k")
     return {
         "name": arm.name, "description": arm.description, "seed": seed, "mode": manifest["mode"], "run_id": manifest["run_id"],
-        "run_dir": records.name, "objective": objective.get("name"), **{name: objective.get(name) for name in fields},
+        "run_dir": records.name, "objective": at(manifest, "objective.name"), **{name: at(manifest, f"objective.{name}") for name in fields},
     }
 
 
@@ -197,12 +174,13 @@ def _consumed(records: RunRecords) -> dict[str, Any]:
 
 def _outcome(records: RunRecords, initial: Mapping[str, Any] | None) -> dict[str, Any]:
     """Steps, versions, and the weights before and after."""
-    result, final = records.result or {}, at(records.result, "final_checkpoint") or {}
+    result = records.result or {}
     return {
         "optimizer_steps": result["global_step"], "policy_version": result["parameter_version"],
         "parameter_version": result["parameter_version"], "stopped_by": result.get("stopped_by"),
         "initial_weights_digest": initial.get("weights_digest") if initial else None,
-        "final_weights_digest": final.get("weights_digest"), "final_content_digest": final.get("content_digest"),
+        "final_weights_digest": at(result, "final_checkpoint.weights_digest"),
+        "final_content_digest": at(result, "final_checkpoint.content_digest"),
     }
 
 # %% ../../nbs/72_evaluation.account.ipynb #measured
@@ -218,6 +196,7 @@ def _seconds(records: RunRecords, evaluation: Mapping[str, Any]) -> dict[str, An
 
 def _scores(run: RunDir, evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """The statistics of the evaluation; the lenient rate is computed here if the payload has none."""
+    _check_fields(evaluation, f"the evaluation {evaluation.get('tag')!r}", _EVALUATION_NUMBERS, int, float)
     lenient = "lenient_diagnostic_success_rate"
     rate = evaluation[lenient] if lenient in evaluation else lenient_rate(evaluation_trajectories(run, evaluation))
     stats = {name: evaluation[name] for name in RolloutStats().to_dict() if name in evaluation}
@@ -386,5 +365,6 @@ def teacher_preparation(runs: Iterable[RunDir | str | Path]) -> list[dict[str, A
         events = RunDir(run.path if isinstance(run, RunDir) else run).events
         for event in read_journal(events):
             if event.get("event") == "toy_teacher_fitted":
-                found.setdefault(event["digest"], {name: event[name] for name in ("digest", "fit_seconds", "final_loss")})
+                entry = {name: event.get(name) for name in ("digest", "fit_seconds", "final_loss")}
+                found.setdefault(str(entry["digest"]), entry)
     return list(found.values())

@@ -26,12 +26,12 @@ HARDWARE_KEYS: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def sanitize_hardware(record: Mapping[str, Any]) -> dict[str, Any]:
+def sanitize_hardware(record: Any) -> dict[str, Any]:
     """The ten facts of a hardware record that may be published.
 
     Parameters
     ----------
-    record : mapping
+    record
         The entry `hardware` of a manifest, or anything.
 
     Returns
@@ -39,15 +39,19 @@ def sanitize_hardware(record: Mapping[str, Any]) -> dict[str, Any]:
     dict
         Always the same ten keys; None for what is missing or not of the expected kind.
     """
-    found = {key: record.get(key) for key in HARDWARE_KEYS}
-    return {key: portable_payload(value) if isinstance(value, kind) else None for (key, value), kind in zip(found.items(), HARDWARE_KEYS.values(), strict=True)}
+    found = {key: at(record, key) for key in HARDWARE_KEYS}
+    return {key: portable_payload(found[key]) if isinstance(found[key], kind) else None for key, kind in HARDWARE_KEYS.items()}
+
+
+def _text(value: Any) -> str | None:
+    """A text, redacted; None for anything else."""
+    return portable_payload(value) if isinstance(value, str) else None
 
 
 def _software(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Versions that the run recorded, of the packages that matter."""
-    packages = at(manifest, "packages") or {}
-    names = {"miniverl": manifest.get("miniverl_version"), **{name: packages.get(name) for name in PACKAGES}}
-    return portable_payload({"python": manifest.get("python"), "packages": names})
+    versions = {"miniverl": _text(manifest.get("miniverl_version")), **{name: _text(at(manifest, f"packages.{name}")) for name in PACKAGES}}
+    return {"python": _text(manifest.get("python")), "packages": versions}
 
 # %% ../../nbs/73_evaluation.export.ipynb #evaluation
 def _later_evaluations(run: RunDir, digest: Any) -> list[dict[str, Any]]:
@@ -107,10 +111,10 @@ def submission(run: RunDir, *, notes: str = "") -> BenchmarkResult:
         raise DataError(f"{run.config_original} is not the recipe that the manifest records", hint="the file was edited after the run; restore it")
     manifest, public = records.manifest, portable_payload(config.to_mapping())
     free = portable_payload({"name": records.name, "description": config.run.notes, "notes": notes})
-    hardware = sanitize_hardware(at(manifest, "hardware") or {})
+    hardware = sanitize_hardware(at(manifest, "hardware"))
     words = ["miniverl", "export-benchmark", free["name"], *(["--notes", free["notes"]] if notes else [])]
     return BenchmarkResult.parse({
-        **free, "schema_version": 2, "miniverl_version": manifest["miniverl_version"], "git_commit": manifest.get("git_commit"),
+        **free, "schema_version": 2, "miniverl_version": manifest["miniverl_version"], "git_commit": _text(manifest.get("git_commit")),
         "created_at": manifest.get("finished_at") or manifest["created_at"], "invocation": words, "budget_axis": "optimizer_steps",
         "hardware": {**hardware_of(hardware), "os_release": hardware["os_release"], "machine": hardware["machine"]},
         "software": _software(manifest), "cold_start": {"cycles": 0, "checkpoints": []},
