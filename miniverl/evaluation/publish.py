@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import ConfigError, DataError, StoreError, UsageError, digest, read_json, sha256_bytes, sha256_file
-from .account import arm_result, budget_report, teacher_preparation
+from .account import arm_result, budget_report, largest_cycle, teacher_preparation
 from .design import HARNESS_PATHS, leaf_diff
 from .schema import ArmResult, BenchmarkResult
 from .spec import ArmSpec
@@ -166,10 +166,13 @@ def check_plan(result: BenchmarkResult, folder: Path) -> Mapping[str, Any]:
 def check_controlled(result: BenchmarkResult, plan: Mapping[str, Any], rows: Sequence[ArmResult], folder: Path) -> None:
     """DataError if the controls of a result do not follow from its rows."""
     differ: dict[str, set[str]] = {}
+    largest: dict[str, dict[str, float]] = {}
+    axis, told = str(result.budget_axis), result.controlled.get("budget")
     for arm in rows:
         differ.setdefault(arm.name, set()).update(row["path"] for row in arm.structured_diff or [])
-    limit = at(plan, "question.benchmark.budget")
-    told, budget = result.controlled.get("budget"), budget_report(str(result.budget_axis), limit, rows)
+        if (amount := largest_cycle(RunDir(folder / arm.run_dir), axis)) is not None:
+            largest.setdefault(arm.name, {})[str(arm.seed)] = amount
+    budget = budget_report(axis, at(plan, "question.benchmark.budget"), rows, largest=largest)
     facts = {
         "arms_differ_in": {name: sorted(paths - HARNESS_PATHS) for name, paths in differ.items()},
         "declared_arms": [arm["name"] for arm in at(plan, "question.benchmark.arms") or []],
@@ -177,8 +180,7 @@ def check_controlled(result: BenchmarkResult, plan: Mapping[str, Any], rows: Seq
         "budget_axis": result.budget_axis,
     }
     odd = [name for name, value in facts.items() if not _same(value, result.controlled.get(name))]
-    exact = ["axis", "limit", "measured", "zero_step_arms", *(["violations"] if limit is None else [])]
-    odd += [f"budget.{name}" for name in exact if not isinstance(told, Mapping) or not _same(told.get(name), budget[name])]
+    odd += [f"budget.{name}" for name in budget if not isinstance(told, Mapping) or not _same(told.get(name), budget[name])]
     _insist(not odd, f"controlled.{odd[0] if odd else ''} does not follow from the arms of the result")
     fitted = teacher_preparation([RunDir(folder / arm.run_dir) for arm in rows])
     _insist(_same(result.teacher_preparation or [], fitted), "teacher_preparation is not what the runs recorded")

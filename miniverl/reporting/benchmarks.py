@@ -13,7 +13,7 @@ from .pages import markdown_table
 
 # %% auto #0
 __all__ = ['SINGLE_SEED', 'OUTCOME', 'COST', 'hardware_words', 'header_line', 'missing_units', 'aggregate_table', 'seed_table',
-           'arm_differences', 'start_words', 'controls', 'budget_violations', 'budget_lines', 'caveat',
+           'format_words', 'arm_differences', 'start_words', 'controls', 'budget_violations', 'budget_lines', 'caveat',
            'teacher_section', 'render_benchmark_markdown', 'benchmark_svg']
 
 # %% ../../nbs/78a_reporting.benchmarks.ipynb #typing-names
@@ -99,6 +99,16 @@ def seed_table(result: BenchmarkResult, columns: Sequence[_Column]) -> str:
     """One row for each arm and seed, in the order of the file."""
     rows = [[escape_markdown(arm.name), str(arm.seed), *(show(arm) for _, show in columns)] for arm in result.arms]
     return markdown_table(["arm", "seed", *(name for name, _ in columns)], rows)
+
+# %% ../../nbs/78a_reporting.benchmarks.ipynb #format
+def format_words(result: BenchmarkResult) -> str:
+    """What the numbers of an older format do not mean; empty for the present one."""
+    if result.schema_version > 1:
+        return ""
+    return (
+        "This file has format 1. Its positions trained on are those of one cycle and no total; its wall time holds everything, and "
+        "training was not timed apart; a ratio of teacher queries has no meaning in a supervised arm."
+    )
 
 # %% ../../nbs/78a_reporting.benchmarks.ipynb #differences
 def _leaves(tree: Any, path: str = "") -> list[str]:
@@ -230,6 +240,7 @@ def render_benchmark_markdown(result: BenchmarkResult) -> str:
         f"## Arms\n\n{aggregate_table(result)}",
         f"## Every seed\n\n{seed_table(result, OUTCOME)}\n\n`-`: not measured, or without a meaning for the arm.",
         f"## What it cost\n\n{seed_table(result, COST)}",
+        format_words(result),
         f"## Controls\n\n{controls(result)}\n\n{caveat(result)}",
         teacher_section(result),
         f"## Notes\n\n{notes}" if notes else "",
