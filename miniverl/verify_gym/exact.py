@@ -67,22 +67,25 @@ Scaled = tuple[int, int, int]
 """(lo, hi, scale): some number between lo * 2**scale and hi * 2**scale."""
 
 
-def _step(value: Scaled, factor: int, bits: int) -> Scaled:
-    """value**16 * factor, cut back to `bits` bits: the lower end down, the upper end up."""
-    lo, hi, scale = value
-    lo, hi, scale = lo**16 * factor, hi**16 * factor, scale << 4
+def _cut(lo: int, hi: int, scale: int, bits: int) -> Scaled:
+    """The same interval on at most `bits` bits: the lower end rounded down, the upper end up."""
     extra = hi.bit_length() - bits
     return (lo, hi, scale) if extra <= 0 else (lo >> extra, -(-hi >> extra), scale + extra)
 
 
 def _powers(n: int, bar: Rational, bits: int) -> tuple[Scaled, Scaled]:
-    """Intervals around p**p and n**q * q**p, four bits of the exponents at a time."""
+    """Intervals around p**p and n**q * q**p: one ladder of squarings along the bits of p, the first five taken at once."""
     p, q = bar
-    left = right = (1, 1, 0)
-    for shift in range((p.bit_length() - 1) // 4 * 4, -1, -4):
-        i, j = p >> shift & 15, q >> shift & 15
-        left = _step(left, p**i, bits)
-        right = _step(right, n**j * q**i, bits)
+    shift = max(p.bit_length() - 5, 0)
+    head = p ** (p >> shift)
+    left = _cut(head, head, 0, bits)
+    head = n ** (q >> shift) * q ** (p >> shift)
+    right = _cut(head, head, 0, bits)
+    for at in range(shift - 1, -1, -1):
+        factor = p if p >> at & 1 else 1
+        left = _cut(left[0] * left[0] * factor, left[1] * left[1] * factor, left[2] << 1, bits)
+        factor = (q if p >> at & 1 else 1) * (n if q >> at & 1 else 1)
+        right = _cut(right[0] * right[0] * factor, right[1] * right[1] * factor, right[2] << 1, bits)
     return left, right
 
 # %% ../../nbs/90_verify_gym.exact.ipynb #powers-compare
