@@ -46,6 +46,13 @@ def test_the_file_is_a_valid_result_of_one_arm(copy):
     assert result.budget_axis == "optimizer_steps" and result.cold_start == {"cycles": 0, "checkpoints": []}
     assert result.invocation == ["miniverl", "export-benchmark", "opd", "--notes", "a laptop"]
     assert arm.run_dir == arm.run_id == "opd" and arm.scientific_config_diff == arm.structured_diff == []
+    assert result.controlled["budget"] == {
+        "axis": "optimizer_steps",
+        "limit": None,
+        "measured": {"opd": {"5": 4}},
+        "violations": [],
+        "zero_step_arms": [],
+    }
     assert {row["path"] for row in arm.runtime_resolution_diff} >= {"memory.strategy"}
     assert result.digest_faults() == [] and result.common_declared_config == result.common_resolved_config
     assert digest(result.common_declared_config) == result.common_declared_config_digest == arm.declared_config_digest

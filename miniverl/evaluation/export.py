@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core import DataError, StoreError, canonical_json, read_json
-from .account import arm_result, finished_run, hardware_of, teacher_preparation
-from .schema import ArmSpec, BenchmarkResult
+from .account import arm_result, budget_report, finished_run, hardware_of, teacher_preparation
+from .publish import redacted_result
+from .schema import ArmResult, ArmSpec, BenchmarkResult
 from ..portable import portable_payload, safe_name
 from ..reporting.records import RunRecords, at
 from ..schemas.config import RunConfig
@@ -80,21 +81,20 @@ def counted_evaluation(run: RunDir, records: RunRecords) -> dict[str, Any]:
     return later[0]
 
 # %% ../../nbs/73_evaluation.export.ipynb #single-arm
-def _row(run: RunDir, records: RunRecords, config: RunConfig) -> dict[str, Any]:
-    """The arm as plain data, redacted; its status texts are ours and stay."""
+def _row(run: RunDir, records: RunRecords, config: RunConfig) -> ArmResult:
+    """The only arm."""
     evaluation = counted_evaluation(run, records)
     arm = ArmSpec(name=safe_name(records.name, 80), description=config.run.notes)
     row = arm_result(run, arm=arm, seed=config.run.seed, common=config, declared=config, diff=[], evaluation=evaluation, initial=None)
     start = at(records.result, "baseline_eval") or {}
-    if all(start.get(name) == evaluation.get(name) for name in ("split", "tasks")):
-        row = row.model_copy(update={"baseline_success_rate": start.get("success_rate")})
-    plain = row.model_dump(mode="json")
-    return {**portable_payload(plain), "measurement_status": plain["measurement_status"]}
+    same = all(start.get(name) == evaluation.get(name) for name in ("split", "tasks"))
+    return ArmResult.parse({**row.model_dump(mode="json"), "baseline_success_rate": start.get("success_rate") if same else None}, source=str(run.path))
 
 
-def _controlled(run: RunDir, records: RunRecords, config: RunConfig) -> dict[str, Any]:
-    return {"source": "common_declared_config", "digest": config.digest, "allowed_differences": [], "budget_axis": "optimizer_steps",
-            "shared_initial_checkpoint": False, "eval_split": counted_evaluation(run, records).get("split"), "single_run": True}
+def _controlled(row: ArmResult, config: RunConfig, split: Any) -> dict[str, Any]:
+    return {"source": "common_declared_config", "digest": config.digest, "allowed_differences": [], "arms_differ_in": {row.name: []},
+            "budget_axis": "optimizer_steps", "budget": budget_report("optimizer_steps", None, [row]), "shared_initial_checkpoint": False,
+            "eval_split": split, "declared_seeds": [row.seed], "declared_arms": [row.name]}
 
 # %% ../../nbs/73_evaluation.export.ipynb #submission
 def submission(run: RunDir, *, notes: str = "") -> BenchmarkResult:
@@ -109,20 +109,20 @@ def submission(run: RunDir, *, notes: str = "") -> BenchmarkResult:
     config = RunConfig.from_yaml(run.config_original)
     if config.digest != at(records.manifest, "config_digests.original"):
         raise DataError(f"{run.config_original} is not the recipe that the manifest records", hint="the file was edited after the run; restore it")
-    manifest, public = records.manifest, portable_payload(config.to_mapping())
-    free = portable_payload({"name": records.name, "description": config.run.notes, "notes": notes})
+    manifest, public, row = records.manifest, portable_payload(config.to_mapping()), _row(run, records, config)
     hardware = sanitize_hardware(at(manifest, "hardware"))
-    words = ["miniverl", "export-benchmark", free["name"], *(["--notes", free["notes"]] if notes else [])]
-    return BenchmarkResult.parse({
-        **free, "schema_version": 2, "miniverl_version": manifest["miniverl_version"], "git_commit": _text(manifest.get("git_commit")),
+    words = ["miniverl", "export-benchmark", records.name, *(["--notes", notes] if notes else [])]
+    return redacted_result(BenchmarkResult.parse({
+        "schema_version": 2, "name": records.name, "description": config.run.notes, "notes": notes,
+        "miniverl_version": manifest["miniverl_version"], "git_commit": _text(manifest.get("git_commit")),
         "created_at": manifest.get("finished_at") or manifest["created_at"], "invocation": words, "budget_axis": "optimizer_steps",
         "hardware": {**hardware_of(hardware), "os_release": hardware["os_release"], "machine": hardware["machine"]},
         "software": _software(manifest), "cold_start": {"cycles": 0, "checkpoints": []},
         "common_declared_config": public, "common_declared_config_digest": config.digest,
         "common_resolved_config": public, "common_resolved_config_digest": config.digest,
-        "controlled": _controlled(run, records, config), "arms": [_row(run, records, config)], "seeds": [config.run.seed],
-        "teacher_preparation": teacher_preparation([run]),
-    }, source=str(run.path))
+        "controlled": _controlled(row, config, counted_evaluation(run, records).get("split")),
+        "arms": [row.model_dump(mode="json")], "seeds": [config.run.seed], "teacher_preparation": teacher_preparation([run]),
+    }, source=str(run.path)))
 
 # %% ../../nbs/73_evaluation.export.ipynb #export-run
 SUBMISSION = "benchmark-submission.json"
