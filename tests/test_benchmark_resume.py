@@ -12,7 +12,7 @@ from benchmark_tiny import little_garbage, mapping, timeless, tiny_benchmark
 from crash import KILLED, killed_at
 from training_helpers import lines, tree
 
-from miniverl.core import CheckpointError, ConfigError, DataError, LockError, StoreError
+from miniverl.core import BackendError, CheckpointError, ConfigError, DataError, LockError, StoreError
 from miniverl.evaluation import benchmark, units
 from miniverl.evaluation.benchmark import run_benchmark
 from miniverl.evaluation.spec import BenchmarkConfig
@@ -222,6 +222,22 @@ def test_directories_without_a_plan_are_not_taken_over(finished):
     with pytest.raises(StoreError, match="exist already"):
         run(finished.parent)
     assert tree(finished) == before
+
+
+def test_a_plan_of_which_nothing_was_begun_is_in_nobodys_way(tmp_path, monkeypatch):
+    def absent(self, *args, **kwargs):
+        raise BackendError("the model is not there")
+
+    out = tmp_path / "out"
+    other = tiny_benchmark(cold_start_cycles=0, arms=[mapping()["arms"][0]])
+    with monkeypatch.context() as patch:
+        patch.setattr(units.OPDTrainer, "__init__", absent)
+        with pytest.raises(BackendError, match="tiny-sft-s5"):
+            run_benchmark(tiny_benchmark(cold_start_cycles=0), output=out, notes="first", arms=["sft"])
+    assert sorted(p.name for p in out.iterdir() if p.name != ".miniverl-locks") == ["tiny.benchmark"]
+    assert run_benchmark(other, output=out, notes="second").notes == "second"
+    with pytest.raises(StoreError, match="exist already"):
+        run_benchmark(other, output=out)
 
 
 def test_a_running_benchmark_is_not_continued_by_another_process(finished):

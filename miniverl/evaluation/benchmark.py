@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import miniverl
-from ..core import ConfigError, StoreError, canonical_json, git_commit, read_json, require, utc_now
+from ..core import ConfigError, MiniVerlError, StoreError, canonical_json, git_commit, read_json, require, utc_now
 from .account import arm_result, budget_report, hardware_summary, software_summary
 from .account import largest_cycle, teacher_preparation
 from .design import ArmDesign, Design, leaf_diff, plan_record
@@ -25,18 +25,20 @@ from .units import UnitTask, check_intact, read_unit, run_unit
 from ..portable import portable_payload
 from ..reporting.benchmarks import render_benchmark_markdown
 from ..schemas.config import RunConfig
-from ..store import RunDir, publish_dir, publish_new, remove_temps, run_lock
+from ..store import RunDir, publish_dir, publish_new, remove_temps, run_lock, write_atomic
 from ..training.manifest import needs_teacher
 from ..training.phases import Progress
 from ..training.result import TrainResult
 from ..training.setup import cache_folder, check_supported
 
-_all_ = ["resolve_benchmark_configs"]
-
 # %% auto #0
-__all__ = ['result_paths', 'state_folder', 'all_configs', 'occupied', 'check_free', 'new_plan', 'check_plan', 'open_plan',
-           'remove_strays', 'teacher_key', 'teacher_units', 'benchmark_units', 'left_to_do', 'arm_row', 'cold_record',
-           'controlled_record', 'collect', 'write_result', 'preflight', 'run_benchmark', 'resolve_benchmark_configs']
+__all__ = ['result_paths', 'state_folder', 'all_configs', 'is_begun', 'occupied', 'check_free', 'new_plan', 'check_plan',
+           'recorded_plan', 'open_plan', 'remove_strays', 'teacher_key', 'teacher_units', 'benchmark_units',
+           'left_to_do', 'arm_row', 'cold_record', 'controlled_record', 'collect', 'write_result', 'preflight',
+           'carry_out', 'run_benchmark', 'resolve_benchmark_configs']
+
+# %% ../../nbs/72c_evaluation.benchmark.ipynb #reexport
+_all_ = ["resolve_benchmark_configs"]
 
 # %% ../../nbs/72c_evaluation.benchmark.ipynb #places
 def result_paths(spec: BenchmarkConfig, output: str | Path | None = None) -> tuple[Path, Path]:
@@ -58,12 +60,18 @@ def all_configs(design: Design) -> Iterator[tuple[str, RunConfig]]:
         yield from ((unit.run_name, unit.config) for unit in design.units if unit.seed == seed)
 
 # %% ../../nbs/72c_evaluation.benchmark.ipynb #preflight
+def is_begun(state: Path) -> bool:
+    """Whether a state folder is there with anything but a plan in it."""
+    mere_plan = (state / "plan.json").exists() and not [*(state / "units").glob("[!.]*")]
+    return os.path.lexists(state) and not mere_plan
+
+
 def occupied(design: Design, folder: Path) -> list[Path]:
     """What exists already of the places that the benchmark would write to."""
-    runs = [(RunDir(folder / name), config) for name, config in all_configs(design)]
+    runs, state = [(RunDir(folder / name), config) for name, config in all_configs(design)], state_folder(design.spec, folder)
     caches = [cache_folder(config, run) for run, config in runs if config.cache.dir is not None]
-    places = [state_folder(design.spec, folder), *result_paths(design.spec, folder), *(run.path for run, _ in runs), *caches]
-    return [place for place in places if os.path.lexists(place)]
+    places = [*result_paths(design.spec, folder), *(run.path for run, _ in runs), *caches]
+    return [*([state] if is_begun(state) else []), *(place for place in places if os.path.lexists(place))]
 
 
 def check_free(design: Design, folder: Path) -> None:
@@ -111,17 +119,29 @@ def _short(value: Any) -> str:
     return text if len(text) <= 24 else f"{text[:21]}..."
 
 # %% ../../nbs/72c_evaluation.benchmark.ipynb #open-plan
-def open_plan(design: Design, folder: Path, now: dict[str, Any]) -> dict[str, Any]:
-    """The recorded plan of a benchmark that was begun, else `now`, written; the caller holds the benchmark's lock."""
+def recorded_plan(state: Path, now: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan in a state folder; it must be the one that would be made `now`."""
+    plan = read_json(state / "plan.json")
+    if not isinstance(plan, dict) or set(plan) != set(now):
+        raise StoreError(f"{state / 'plan.json'} is not the plan of a benchmark",
+                         hint="it was edited, or written by another version; start anew in another --output")
+    check_plan(plan, now, state)
+    return plan
+
+
+def open_plan(design: Design, folder: Path, now: dict[str, Any], *, resume: bool) -> dict[str, Any]:
+    """The recorded plan of a benchmark that goes on, else `now`, written; the caller holds the benchmark's lock."""
     state = state_folder(design.spec, folder)
-    if (state / "plan.json").exists():
-        plan = read_json(state / "plan.json")
-        if not isinstance(plan, dict) or set(plan) != set(now):
-            raise StoreError(f"{state / 'plan.json'} is not the plan of a benchmark",
-                             hint="it was edited, or written by another version; start anew in another --output")
-        check_plan(plan, now, state)
-        return plan
+    if resume and (state / "plan.json").exists():
+        try:
+            return recorded_plan(state, now)
+        except (ConfigError, StoreError):
+            if occupied(design, folder):
+                raise
     check_free(design, folder)
+    if state.exists():
+        write_atomic(state / "plan.json", canonical_json(now))
+        return now
     staging = folder / f".tmp-{state.name}-{os.getpid()}"
     shutil.rmtree(staging, ignore_errors=True)
     (staging / "units").mkdir(parents=True)
@@ -275,10 +295,21 @@ def preflight(design: Design, folder: Path, *, jobs: int, engine: str, resume: b
     for name, config in all_configs(design):
         try:
             check_supported(config)
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error.message}", hint=error.hint) from error
+        except MiniVerlError as error:
+            raise type(error)(f"{name}: {error.message}", hint=error.hint) from error
     if not resume or not (state_folder(design.spec, folder) / "plan.json").exists():
         check_free(design, folder)
+
+# %% ../../nbs/72c_evaluation.benchmark.ipynb #carry-out
+def carry_out(units: Sequence[Unit], jobs: int, engine: str, on_progress: Progress | None) -> None:
+    """Run units; what a unit itself reports is heard only if it runs in this process."""
+    watched = on_progress is not None and jobs == 1 and engine == "process"
+    run_units(units, partial(run_unit, on_progress=on_progress) if watched else run_unit, engine=engine, jobs=jobs,
+              on_done=partial(_tell, on_progress) if on_progress is not None else None)
+
+
+def _tell(on_progress: Progress, name: str, done: int, total: int, record: Mapping[str, Any]) -> None:
+    on_progress("units", done, total, {"unit": name, "state": record["state"]})
 
 # %% ../../nbs/72c_evaluation.benchmark.ipynb #run-benchmark
 def run_benchmark(
@@ -292,18 +323,16 @@ def run_benchmark(
     ----------
     output : path, optional
         Output folder; the configuration's by default.
-    notes : str
-        Free text, kept in the result.
+    notes, invocation : str, sequence of str
+        Free text and the command, both kept in the result.
     offline : bool
         Load models without the network.
     resume : bool
-        Continue what is there; without it nothing may be there.
+        Continue what is there, if anything is; without it nothing may be there.
     seeds, arms : sequence, optional
         Only these seeds, only these arms; all by default.
     jobs, engine : int, str
         How many units at a time, and where; see `engines.run_units`.
-    invocation : sequence of str
-        The command, kept in the result.
     on_progress : callable, optional
         Called as ``on_progress(phase, done, total, info)``; the phase `units` counts finished units.
 
@@ -317,16 +346,11 @@ def run_benchmark(
     design = resolve_design(spec, seeds=seeds, arms=arms)
     folder = Path(output if output is not None else spec.output_dir)
     preflight(design, folder, jobs=jobs, engine=engine, resume=resume)
+    plan = new_plan(design, notes=notes, invocation=invocation)
     with run_lock(state_folder(spec, folder)):
-        plan = open_plan(design, folder, new_plan(design, notes=notes, invocation=invocation))
+        plan = open_plan(design, folder, plan, resume=resume)
         remove_strays(design, folder)
-        units = left_to_do(benchmark_units(design, folder, offline=offline))
-        watched = on_progress is not None and jobs == 1 and engine == "process"
-        run_units(units, partial(run_unit, on_progress=on_progress) if watched else run_unit, engine=engine, jobs=jobs,
-                  on_done=partial(_tell, on_progress) if on_progress is not None else None)
+        carry_out(left_to_do(benchmark_units(design, folder, offline=offline)), jobs, engine, on_progress)
         result = collect(design, plan, folder)
         write_result(result, result_paths(spec, folder))
         return result
-
-def _tell(on_progress: Progress, name: str, done: int, total: int, record: Mapping[str, Any]) -> None:
-    on_progress("units", done, total, {"unit": name, "state": record["state"]})
