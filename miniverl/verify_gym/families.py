@@ -16,27 +16,20 @@ from .answer import FAMILIES, Task, decimals, rational_text
 from .exact import Isolated, Rational, RowError, VerifyGymError, cmp_poly, isolate, lowest, sign_at
 
 # %% auto #0
-__all__ = ['T', 'Draw', 'TRIES', 'ENDS', 'GENERATORS', 'WORDINGS', 'Stream', 'between', 'choice', 'draw_xx', 'integer_root',
-           'draw_kroot', 'cluster_rank', 'has_rational_root', 'draw_poly', 'generate', 'polynomial_text',
-           'read_polynomial', 'Wording', 'prompt', 'read_prompt']
+__all__ = ['Draw', 'TRIES', 'ENDS', 'GENERATORS', 'WORDINGS', 'Stream', 'draw_xx', 'integer_root', 'draw_kroot', 'cluster_rank',
+           'has_rational_root', 'draw_poly', 'generate', 'polynomial_text', 'read_polynomial', 'Wording', 'prompt',
+           'read_prompt']
 
 # %% ../../nbs/92_verify_gym.families.ipynb #stream
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Stream:
-    """Draws that depend on a key alone, the same in any language and any release.
-
-    Parameters
-    ----------
-    key : strings and integers; the task generators use family, split, index, attempt
-    """
+    """Draws that depend on the key alone, a list of strings and integers: the same in any language and any release."""
 
     def __init__(self, *key: str | int) -> None:
         head = json.dumps(["verify-gym", 1, *key], separators=(",", ":"))
-        self._hash = sha256(head.encode("ascii"))
-        self._block = 0
-        self._pool = b""
+        self._hash, self._block, self._pool = sha256(head.encode("ascii")), 0, b""
 
     def _take(self, count: int) -> int:
         """The next `count` bytes as a number, most significant first."""
@@ -54,20 +47,17 @@ class Stream:
             raise VerifyGymError(f"no whole number from 0 to {n - 1}", "draw below 1 or more")
         bits = (n - 1).bit_length()
         size = (bits + 7) // 8
-        while True:
-            value = self._take(size) >> (8 * size - bits)
-            if value < n:
-                return value
+        while (value := self._take(size) >> (8 * size - bits)) >= n:
+            pass
+        return value
 
-# %% ../../nbs/92_verify_gym.families.ipynb #stream-choices
-def between(stream: Stream, least: int, most: int) -> int:
-    """A whole number from `least` to `most`, both included."""
-    return least + stream.below(most - least + 1)
+    def between(self, least: int, most: int) -> int:
+        """A whole number from `least` to `most`, both included."""
+        return least + self.below(most - least + 1)
 
-
-def choice(stream: Stream, values: Sequence[T]) -> T:
-    """One of the values."""
-    return values[stream.below(len(values))]
+    def choice(self, values: Sequence[_T]) -> _T:
+        """One of the values."""
+        return values[self.below(len(values))]
 
 # %% ../../nbs/92_verify_gym.families.ipynb #draw-type
 Draw = tuple[Mapping[str, Any], Rational, Rational]
@@ -79,7 +69,7 @@ TRIES = 10_000
 def draw_xx(stream: Stream, index: int) -> Draw | None:
     """The root of x**x = N, N of 3 to 6 digits."""
     top = 10 ** (3 + index % 4)
-    n = between(stream, top // 10, top - 1)
+    n = stream.between(top // 10, top - 1)
     floor = 1
     while (floor + 1) ** (floor + 1) <= n:
         floor += 1
@@ -99,7 +89,7 @@ def integer_root(n: int, k: int) -> int:
 def draw_kroot(stream: Stream, index: int) -> Draw | None:
     """The k-th root of n, k from 2 to 7, n of 8 to 12 digits and no p-th power for a prime p that divides k."""
     k, top = 2 + index % 6, 10 ** (8 + index % 5)
-    n = between(stream, top // 10, top - 1)
+    n = stream.between(top // 10, top - 1)
     if any(k % prime == 0 and integer_root(n, prime) ** prime == n for prime in (2, 3, 5, 7)):
         return None
     floor = integer_root(n, k)
@@ -128,9 +118,9 @@ def has_rational_root(row: Isolated) -> bool:
 # %% ../../nbs/92_verify_gym.families.ipynb #draw-cluster
 def _cluster(stream: Stream) -> tuple[list[int], Rational, Rational]:
     """(b x - a)^2 (x + c) - e, and an interval that begins or ends at a/b."""
-    b = between(stream, 10, 40)
-    a = between(stream, -(-3 * b // 10), 2 * b)
-    c, e = between(stream, 1, 9), between(stream, 1, 9)
+    b = stream.between(10, 40)
+    a = stream.between(-(-3 * b // 10), 2 * b)
+    c, e = stream.between(1, 9), stream.between(1, 9)
     coefficients = [a * a * c - e, a * a - 2 * a * b * c, b * b * c - 2 * a * b, b * b]
     if stream.below(2):
         return coefficients, lowest(a, b), lowest(a + b, b)
@@ -146,12 +136,12 @@ def _spread(stream: Stream, rank: int) -> tuple[list[int], Rational, Rational] |
     By Cauchy's bound |x| < 1 + 20 / 1, every root lies within +-ENDS.
     """
     width, degree = 1 + rank % 4, 3 + rank % 5
-    coefficients = [between(stream, -20, 20) for _ in range(degree)] + [between(stream, 1, 9)]
+    coefficients = [stream.between(-20, 20) for _ in range(degree)] + [stream.between(1, 9)]
     signs = [sign_at(coefficients, (at, 1)) for at in range(-ENDS, ENDS + 1)]
     lows = [at for at in range(len(signs) - width) if signs[at] * signs[at + width] == -1]
     if not lows or not coefficients[0]:
         return None
-    low = choice(stream, lows) - ENDS
+    low = stream.choice(lows) - ENDS
     return coefficients, (low, 1), (low + width, 1)
 
 # %% ../../nbs/92_verify_gym.families.ipynb #draw-poly
