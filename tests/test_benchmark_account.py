@@ -351,6 +351,16 @@ def test_budget_with_a_limit():
             budget_report(axis, limit, [row])
 
 
+def test_time_before_the_first_cycle_is_counted_with_it():
+    """The offline set is made before the first cycle, so a short limit is passed by that much, lawfully."""
+    item = made()["offline"]
+    row, first = row_of(item), [r["seconds"] for r in raw(item.run.metrics) if r["phase"].endswith("_cycle")]
+    most = largest_cycle(item.run, "wall_time")
+    assert max(first) <= most <= row.train_seconds and most >= row.train_seconds - sum(first[1:]) - 1e-9
+    one = row.model_copy(update={"train_seconds": row.train_seconds - sum(first[1:])})
+    assert budget_report("wall_time", 1e-6, [one], largest={"offline": {"5": most}})["violations"] == []
+
+
 def test_a_fitted_teacher_is_told_once():
     runs = made()
     told = teacher_preparation(item.run for item in runs.values())

@@ -266,9 +266,16 @@ _AXES: dict[str, tuple[str, str]] = {
 
 
 def largest_cycle(run: RunDir, axis: str) -> float | None:
-    """The most that one cycle of a run added on a budget axis; None for `optimizer_steps` and for a run without cycles."""
+    """The most that one cycle of a run added on a budget axis; None for `optimizer_steps` and for a run without cycles.
+
+    Training time outside every cycle (making an offline set) is spent before the first one and counted with it.
+    """
     key = {"selected_training_tokens": "selection.selected_model_tokens", "wall_time": "seconds"}.get(axis)
-    return max((float(at(record, key)) for record in load_run(run.path).cycles), default=None) if key else None
+    records = load_run(run.path)
+    spent = [float(at(record, key)) for record in records.cycles] if key else []
+    if spent and axis == "wall_time":
+        spent[0] += max(0.0, (at(records.result, "train_seconds") or 0.0) - sum(spent))
+    return max(spent, default=None)
 
 
 def _is_reference(rows: Sequence[ArmResult]) -> bool:
