@@ -237,7 +237,7 @@ class Wording:
     domain: str
 
 
-_N = "([0-9]{1,110})"
+_N, _ONLY = "([0-9]{1,110})", "the only one in the known bracket"
 
 # %% ../../nbs/92_verify_gym.families.ipynb #wordings
 WORDINGS: Mapping[str, Wording] = {
@@ -254,8 +254,8 @@ WORDINGS: Mapping[str, Wording] = {
         "Both ends have to be above 0.",
     ),
     "poly": Wording(
-        lambda params: f"x is a root of P(x) = {polynomial_text(params['coefficients'])}, the only one in the known bracket.",
-        re.compile(r"x is a root of P\(x\) = ([-+*^x0-9 ]{1,2000}), the only one in the known bracket\."),
+        lambda params: f"x is a root of P(x) = {polynomial_text(params['coefficients'])}, {_ONLY}.",
+        re.compile(rf"x is a root of P\(x\) = ([-+*^x0-9 ]{{1,2000}}), {_ONLY}\."),
         lambda texts: {"coefficients": read_polynomial(texts[0])},
         "No end may lie outside the known bracket.",
     ),
@@ -276,12 +276,15 @@ Bracket a real constant with rational numbers, as tightly as you can.
 Constant: {wording.sentence(task.params)}
 Known bracket: {rational_text(task.low)} < x < {rational_text(task.high)}
 
-Give lo and hi with lo < x < hi. Each of the two claims lo < x and x < hi is decided exactly; an end equal to x makes its claim false.
-{wording.domain} Write an end as a whole number, a fraction such as -7/3 or a plain decimal such as 2.25, without exponent or expression. Reduced to lowest terms, \
-its numerator and denominator may be at most {_limit_text(family.size_limit)} in size, and neither may be written with more than 80 digits.
+Give lo and hi with lo < x < hi. Each of the two claims lo < x and x < hi is decided exactly; an end equal to x makes \
+its claim false.
+{wording.domain} Write an end as a whole number, a fraction such as -7/3 or a plain decimal such as 2.25, without \
+exponent or expression. Reduced to lowest terms, its numerator and denominator may be at most \
+{_limit_text(family.size_limit)} in size, and neither may be written with more than 80 digits.
 
-Reward: 0 if a claim is false, the answer can't be read or the reply is cut off. Otherwise let d be the largest whole number with hi - lo <= 10^-d, and at least 0. \
-The known bracket has d = {stated}; each decimal beyond that earns 1/{family.cap}, up to 1.
+Reward: 0 if a claim is false, the answer can't be read or the reply is cut off. Otherwise let d be the largest whole \
+number with hi - lo <= 10^-d, and at least 0. The known bracket has d = {stated}; each decimal beyond that earns \
+1/{family.cap}, up to 1.
 
 Finish with your answer on a line of its own; if there are several, the last one counts:
 <answer>lo, hi</answer>
