@@ -133,6 +133,18 @@ def test_continuing_a_finished_benchmark_changes_no_byte(finished, monkeypatch):
     assert tree(finished) == before, "what is missing is written again"
 
 
+def test_killed_while_the_answer_was_written(finished, whole):
+    state, run_dir = finished / "tiny.benchmark" / "units" / "tiny-opd-s5.json", finished / "tiny-opd-s5"
+    record = json.loads(state.read_text())
+    state.write_text(json.dumps({**record, "state": "trained", "evaluation": None}))
+    answer = run_dir / "eval.benchmark-opd.json"
+    answer.rename(run_dir / ".tmp-eval.benchmark-opd.json-1-00000000")
+    for name in ("tiny.json", "tiny.md"):
+        (finished / name).rename(finished / f".tmp-{name}-1-00000000")
+    run(finished.parent)
+    assert learned(finished) == whole[0]
+
+
 def test_without_resume_a_finished_benchmark_is_a_collision(finished):
     before = tree(finished)
     with pytest.raises(StoreError, match="exist already") as caught:

@@ -13,7 +13,7 @@ from ..environments.base import make_environment, make_splits
 from .account import evaluation_trajectories, lenient_rate
 from ..models.loading import resolve_device
 from ..schemas.config import RunConfig
-from ..store import RunDir, write_atomic
+from ..store import RunDir, remove_temps, write_atomic
 from ..teachers.toy import fit_toy_teacher
 from ..training.checkpoints import FINAL, verify_checkpoint
 from ..training.phases import Progress, no_progress
@@ -177,6 +177,7 @@ def evaluate_unit(trainer: OPDTrainer, task: UnitTask, record: UnitRecord) -> Un
     """Play the benchmark's split with the trained student, write the answer, and record it."""
     if task.tag is None or record.journals is None:
         raise DataError(f"{task.state} does not say what to evaluate", hint="it was edited; restore it")
+    remove_temps(task.run.path)
     trainer.truncate_journals(record.journals)
     payload = trainer.evaluate(task.split, tag=task.tag)
     answer = {**payload, "lenient_diagnostic_success_rate": lenient_rate(evaluation_trajectories(task.run, payload)),
