@@ -127,7 +127,7 @@ class Family:
 
 # %% ../../nbs/91_verify_gym.answer.ipynb #deciders
 def _checked(value: Any, least: int, most: int, name: str) -> int:
-    if type(value) is not int or not least <= value <= most:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise RowError(f"{name} is {str(value)[:40]}", f"a row has {name} from {least} to {most}")
     return value
 
@@ -145,6 +145,8 @@ def _kroot_side(task: Task) -> Side:
 
 def _poly_side(task: Task) -> Side:
     coefficients = task.params["coefficients"]
+    if not isinstance(coefficients, tuple):
+        raise RowError("the coefficients are no tuple", "write rows with Task.to_row")
     degree = _checked(len(coefficients) - 1, 1, 40, "degree")
     for power in range(degree + 1):
         _checked(coefficients[power], -(10**100), 10**100, f"coefficient {power}")

@@ -90,7 +90,9 @@ def _powers(n: int, bar: Rational, bits: int) -> tuple[Scaled, Scaled]:
 
 # %% ../../nbs/90_verify_gym.exact.ipynb #powers-compare
 def _above(a: int, scale_a: int, b: int, scale_b: int) -> bool:
-    """Whether a * 2**scale_a > b * 2**scale_b, without writing out a long number of different length."""
+    """Whether a * 2**scale_a > b * 2**scale_b (a >= 0, b > 0), decided by the lengths alone where they differ."""
+    if not a:
+        return False
     top_a, top_b = a.bit_length() + scale_a, b.bit_length() + scale_b
     if top_a != top_b:
         return top_a > top_b
