@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import comb, gcd
+from math import gcd
 
 # %% auto #0
 __all__ = ['Rational', 'Scaled', 'VerifyGymError', 'RowError', 'lowest', 'cmp_kroot', 'cmp_xx', 'sign_at', 'moebius',
@@ -150,6 +150,11 @@ def sign_at(coefficients: Sequence[int], bar: Rational) -> int:
     return (total > 0) - (total < 0)
 
 # %% ../../nbs/90_verify_gym.exact.ipynb #moebius
+def _times(poly: list[int], c: int, d: int) -> list[int]:
+    """The product of a polynomial (ascending) and c + d t."""
+    return [c * x + d * y for x, y in zip([*poly, 0], [0, *poly], strict=True)]
+
+
 def moebius(coefficients: Sequence[int], low: Rational, high: Rational) -> list[int]:
     """Coefficients (ascending) of (L H (1 + t))**d * P((low + high t) / (1 + t)), L and H the two denominators.
 
@@ -158,10 +163,11 @@ def moebius(coefficients: Sequence[int], low: Rational, high: Rational) -> list[
     (l, l_den), (h, h_den) = low, high
     start, slope, common = l * h_den, h * l_den, l_den * h_den
     result: list[int] = []
-    for power, a in enumerate(reversed(coefficients)):
-        shifted = [start * x + slope * y for x, y in zip([*result, 0], [0, *result], strict=True)]
-        weight = a * common**power
-        result = [x + weight * comb(power, i) for i, x in enumerate(shifted)]
+    power = [1]  # of (L H (1 + t)), rising while Horner's rule consumes the coefficients from the top
+    for a in reversed(coefficients):
+        shifted = _times(result, start, slope)
+        result = [x + a * y for x, y in zip(shifted, power, strict=True)]
+        power = _times(power, common, common)
     return result
 
 
