@@ -66,6 +66,10 @@ def rehashed(entries):
     return chain
 
 
+def echo(task):
+    return f"<answer>{rational_text(task.low)}, {rational_text(task.high)}</answer>"
+
+
 def edited(listed):
     return replace(listed, body={**listed.body, "note": "one more key"})
 
@@ -221,7 +225,7 @@ def test_the_heldout_set_is_forty_a_family_and_no_constant_twice():
     assert sorted((task.family, task.index) for task in tasks) == sorted((f, i) for f in GENERATORS for i in range(40))
     assert len({instance(task) for task in tasks}) == 120
     for task in tasks:
-        verdict = grade(task, f"<answer>{rational_text(task.low)}, {rational_text(task.high)}</answer>")
+        verdict = grade(task, echo(task))
         assert (verdict.verdict, verdict.progress) == ("CERTIFIED", 0)
         assert set(task.to_row()) == {"family", "split", "index", "params", "low", "high"}  # no answer to leak
     tasks.clear()
@@ -321,6 +325,19 @@ def test_an_identity_of_no_task_is_refused(task_id):
 def test_the_registry_is_whole():
     check_registry()
     check_registry(second=["xx", "kroot", "poly"])
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the second decider runs on Node.js, which isn't on PATH")
+def test_the_second_decider_decides_every_family():
+    check = PACKAGE.parent.parent / "environments" / "verify_gym" / "check.js"
+    lines = [
+        json.dumps({"id": task.family, "task": task.to_row(), "reply": echo(task), "truncated": False})
+        for task in heldout()[:3]
+    ]
+    text = "\n".join(lines) + "\n"
+    done = subprocess.run(["node", check], input=text, capture_output=True, text=True, check=True)
+    verdicts = [json.loads(line) for line in done.stdout.splitlines()]
+    check_registry(second=[said["id"] for said in verdicts if said.get("verdict") == "CERTIFIED"])
 
 
 @pytest.mark.parametrize(
