@@ -15,8 +15,7 @@ import pytest
 from benchmark_tiny import OPD, SFT, ZERO, tiny_benchmark
 from training_helpers import tree
 
-from miniverl.core import DataError, MiniVerlError, StoreError, UsageError, canonical_json, digest, sha256_file
-from miniverl.evaluation import publish as module
+from miniverl.core import DataError, StoreError, UsageError, canonical_json, digest, sha256_file
 from miniverl.evaluation.benchmark import run_benchmark
 from miniverl.evaluation.publish import publish, redacted_result, verified_result, with_driver
 from miniverl.evaluation.schema import BenchmarkResult
@@ -139,11 +138,9 @@ def set_rate(data):
 
 CHANGES = {
     "success": (set_rate, "arm 'opd', seed 5: solved is 2 in the result and 0 in tiny-opd-s5; success_rate, strict"),
-    "steps": (lambda d: d["arms"][1].update(optimizer_steps=99), "optimizer_steps is 99"),
     "seconds": (lambda d: d["arms"][1].update(train_seconds=0.001), "train_seconds is 0.001"),
     "lenient": (lambda d: d["arms"][1].update(lenient_diagnostic_success_rate=1.0), "lenient_diagnostic_success_rate"),
     "row": (lambda d: d["arms"].pop(0), "arms of the result is not what plan.json says"),
-    "order": (lambda d: d["arms"].reverse(), "arms of the result is not"),
     "notes": (lambda d: d.update(notes="better"), "notes of the result"),
     "date": (lambda d: d.update(created_at="2020-01-01T00:00:00Z"), "created_at of the result"),
     "hardware": (lambda d: d["hardware"].update(cpu_count=4096), "hardware of the result"),
@@ -195,6 +192,15 @@ RECORDS = {
 @pytest.mark.parametrize("name, old, new", RECORDS.values(), ids=RECORDS)
 def test_an_edited_record_is_refused(bench, tmp_path, name, old, new):
     overwrite_line(bench.parent / name, old, new)
+    refused(bench, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny.benchmark/plan.json", f"{RUN}/eval.benchmark-opd.json", f"{RUN}/eval.json", f"{RUN}/manifest.json"]
+)
+@pytest.mark.parametrize("text", ["[]", '{"question": {"seeds": 3}, "final_checkpoint": {}}'])
+def test_a_record_of_another_form_is_refused(bench, tmp_path, name, text):
+    (bench.parent / name).write_text(text)
     refused(bench, tmp_path)
 
 
@@ -307,15 +313,3 @@ def test_publishing_needs_no_torch(bench, tmp_path):
     done = subprocess.run([sys.executable, "-c", code, str(bench), str(tmp_path / "o")], capture_output=True, env=env)
     assert done.returncode == 0, done.stderr.decode()
     assert len(tree(tmp_path / "o")) == 3
-
-
-def test_every_refusal_is_one_of_ours(bench, tmp_path):
-    """Whatever single value of the result is replaced by another of its kind, no foreign exception escapes."""
-    text = bench.read_text()
-    for name, value in list(json.loads(text)["arms"][1].items())[::12]:
-        bench.write_text(text)
-        other = "x" if isinstance(value, str) else 7 if isinstance(value, int | float) else "y"
-        edit(bench, lambda d, name=name, other=other: d["arms"][1].update({name: other}))
-        with pytest.raises(MiniVerlError):
-            publish(bench, **place(tmp_path / "out"))
-    assert module.__doc__ is None or not (tmp_path / "out").exists()

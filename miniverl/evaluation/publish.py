@@ -37,7 +37,7 @@ def _insist(holds: bool, message: str, hint: str = _EDITED) -> None:
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two values are the same once both are portable; JSON does not tell a tuple from a list."""
-    return digest({"v": portable_payload(one)}) == digest({"v": portable_payload(other)})
+    return bool(one == other) or digest({"v": portable_payload(one)}) == digest({"v": portable_payload(other)})
 
 # %% ../../nbs/74_evaluation.publish.ipynb #read-source
 def read_source(path: Path) -> BenchmarkResult:
@@ -199,14 +199,19 @@ def verified_result(source: str | Path) -> BenchmarkResult:
     path = Path(source)
     result, folder = read_source(path), path.absolute().parent
     require_runs(result, folder)
-    plan = check_plan(result, folder)
-    common, starts = RunConfig.from_mapping(result.common_declared_config or {}, source=str(path)), check_cold_starts(result, folder)
-    rows = []
+    try:
+        _verify(result, folder, RunConfig.from_mapping(result.common_declared_config or {}, source=str(path)))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f"a record beside {path} has not the form of this version ({error!r:.80})", hint=_EDITED) from error
+    return result
+
+
+def _verify(result: BenchmarkResult, folder: Path, common: RunConfig) -> None:
+    plan, starts, rows = check_plan(result, folder), check_cold_starts(result, folder), []
     for arm in result.arms:
         rows.append(rederive_arm(arm, folder, common, starts.get(arm.seed), result.controlled.get("eval_split")))
         check_arm(arm, rows[-1])
     check_controlled(result, plan, rows, folder)
-    return result
 
 # %% ../../nbs/74_evaluation.publish.ipynb #scrub
 def scrub_leaf(path: str, value: Any) -> Any:

@@ -152,7 +152,8 @@ def start_words(result: BenchmarkResult) -> str:
     if not _shares_start(result):
         return "no shared checkpoint; every arm starts from freshly initialised weights of its seed"
     found = [point for point in cold.get("checkpoints") or [] if isinstance(point, Mapping)]
-    told = "; ".join(f"seed {one_line(p.get('seed'))}: {code_span(str(p.get('checkpoint_digest'))[:16])}" for p in found)
+    told = "; ".join(f"seed {one_line(p.get('seed'))}: {code_span(str(p.get('checkpoint_digest'))[:16])}, "
+                     f"{seconds_or_words(p.get('train_seconds'))}" for p in found)
     return f"one checkpoint a seed, after {number_text(_cold_cycles(result))} supervised cycles; weights only" + (f" ({told})" if told else "")
 
 

@@ -64,7 +64,7 @@ def percent_or_dash(value: float | None) -> str:
 def number_text(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}".removesuffix(".0") if abs(value) >= 100 else f"{value:.4g}"
 
 
 def seconds_or_words(value: float | None) -> str:
@@ -130,7 +130,7 @@ def _success_panel(figure: Figure, bars: Sequence[ArmBar]) -> None:
     if len(starts) == 1:
         axes.axvline(100 * starts[0], color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
     for y, bar in enumerate(bars):
-        _write(axes, 0, y, fit_label(bar.name), -7, ha="right").set_gid(f"arm-{y}")
+        _write(axes, 0, y, fit_label(bar.name) or "\ufffd", -7, ha="right").set_gid(f"arm-{y}")
         colour, lanes = QUIET if bar.is_start else ACCENT, len(bar.success) + 1
         axes.barh(y, 100 * bar.success_mean, height=_BAR, color=tint(colour, 0.35), linewidth=0)
         heights = [y + _BAR * ((lane + 1) / lanes - 0.5) for lane in range(len(bar.success))]
