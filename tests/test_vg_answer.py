@@ -25,7 +25,7 @@ from miniverl.verify_gym.answer import (
     grade,
     parse_answer,
 )
-from miniverl.verify_gym.exact import RowError, VerifyGymError
+from miniverl.verify_gym.exact import RowError, VerifyGymError, cmp_xx
 
 XX = Task("xx", "control", 0, {"n": 5}, (2, 1), (3, 1))
 ROOT2 = Task("kroot", "control", 0, {"n": 2, "k": 2}, (1, 1), (2, 1))
@@ -463,3 +463,21 @@ def test_answers_are_values():
         ("kroot", 10**30, 20),
         ("poly", 10**30, 20),
     ]
+
+
+def seconds_each(call, count: int) -> float:
+    started = time.process_time()
+    for _ in range(count):
+        call()
+    return (time.process_time() - started) / count
+
+
+@pytest.mark.slow
+def test_rates():
+    """Twenty thousand whole answers a second, the dearest side in a millisecond, ten megabytes in a twentieth of a second."""
+    reply = tagged("76519/35935, 28063/13179")
+    assert grade(XX, reply).progress == 8
+    assert min(seconds_each(lambda: grade(XX, reply), 2000) for _ in range(5)) < 1 / 20_000
+    assert min(seconds_each(lambda: cmp_xx(10**6, (99999, 99998)), 300) for _ in range(5)) < 1 / 1000
+    for huge in (tagged("1" * 10**7), "<answer" * (10**7 // 7), "\u0661" * 10**7):
+        assert min(seconds_each(lambda huge=huge: grade(XX, huge), 1) for _ in range(5)) < 1 / 20

@@ -152,6 +152,14 @@ def test_xx_domain_equality_and_far_bars():
     assert cmp_xx(2, (1, 1)) == 1 and cmp_xx(10**6, (10**30, 1)) == -1 and cmp_xx(2, (10**30, 10**30 - 1)) == 1
 
 
+@given(st.fractions(1, 9, max_denominator=12), st.fractions(1, 9, max_denominator=12))
+def test_what_is_read_and_not_decided_holds_on_a_grid(s, t):
+    """s**s < t**t for 1 <= s < t, by raising both to the product of the denominators."""
+    assert "read, not decided" in (cmp_xx.__doc__ or "")
+    a, b = s**s.numerator, t**t.numerator
+    assert sign(a**t.denominator - b**s.denominator) == sign(s - t)
+
+
 @given(st.integers(1, 10**12), st.integers(2, 7), BARS)
 def test_kroot_against_the_integer_root(n, k, bar):
     p, q = bar

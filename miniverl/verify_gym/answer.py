@@ -228,11 +228,11 @@ def _answer_body(reply: str) -> str | Malformed:
         return start
     opened = reply.rfind(OPEN, start)
     if opened < 0:
-        return Malformed("no <answer> tag")
+        return Malformed("no answer tag")
     begin = opened + len(OPEN)
     end = reply.find(CLOSE, begin)
     if end < 0:
-        return Malformed("the last <answer> is never closed")
+        return Malformed("the last answer tag is never closed")
     return reply[begin:end] if end - begin <= BODY_LIMIT else Malformed(f"more than {BODY_LIMIT} characters")
 
 # %% ../../nbs/91_verify_gym.answer.ipynb #read-end

@@ -110,6 +110,8 @@ def _cmp_xx_at(n: int, bar: Rational, bits: int) -> int | None:
 def cmp_xx(n: int, bar: Rational, *, exact: bool = False) -> int | None:
     """Where the root of x**x = n lies relative to a bar.
 
+    x**x is at most 1 on (0, 1] and strictly increasing from 1 on. That is read, not decided; below 1 a bar is refused.
+
     Parameters
     ----------
     n : >= 2
