@@ -7,19 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miniverl.verify_gym.answer import (
-    CERTIFIED,
-    FAMILIES,
-    MALFORMED,
-    REFUSED,
-    REFUTED,
-    Malformed,
-    Task,
-    decimals,
-    grade,
-    parse_answer,
-    rational_text,
-)
+from .answer import CERTIFIED, FAMILIES, MALFORMED, REFUSED, REFUTED, Malformed, Task
+from .answer import decimals, grade, parse_answer, rational_text
 from .exact import Rational, VerifyGymError, lowest, moebius, variations
 
 # %% auto #0
