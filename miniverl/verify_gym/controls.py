@@ -14,8 +14,8 @@ from .exact import Rational
 from .policies import answer_text, decimal_text, estimate, tight_bracket
 
 # %% auto #0
-__all__ = ['GROUPS', 'RAISES', 'BORDERS', 'ROWS', 'Planted', 'Control', 'Scene', 'scene', 'forgeries', 'greens', 'extra_controls',
-           'controls']
+__all__ = ['GROUPS', 'RAISES', 'BORDERS', 'ROWS', 'Planted', 'Control', 'Scene', 'scene', 'forgeries', 'greens', 'extra_groups',
+           'extra_controls', 'controls']
 
 # %% ../../nbs/94a_verify_gym.controls.ipynb #control
 GROUPS = ("forgery", "green", "extra")
@@ -250,7 +250,7 @@ def _pay_controls() -> list[Control]:
 def _text_controls() -> list[Control]:
     """Where an answer is read, and what is one."""
     true = answer_text("1.414", "1.415")
-    wide = "\uff11.\uff14, \uff12"
+    fullwidth = "\uff11.414"
     return [
         _extra("a last answer never closed", "sqrt 2", f"{true}\n<answer>1.41421, 1.41422", MALFORMED),
         _extra("words after the numbers", "sqrt 2", "<answer>1.414, 1.415 exactly</answer>", MALFORMED),
@@ -262,15 +262,20 @@ def _text_controls() -> list[Control]:
         _extra("a long text after the answer", "sqrt 2", true + " Done." * 2000, CERTIFIED, 3),
         _extra("an expression", "sqrt 2", "<answer>2^(1/2) - 1/1000, 2^(1/2) + 1/1000</answer>", MALFORMED),
         _extra("an underscore", "sqrt 2", "<answer>1_414/1_000, 1.415</answer>", MALFORMED),
-        _extra("digits of another script", "sqrt 2", f"<answer>{wide}</answer>", MALFORMED),
+        _extra("digits of another script", "sqrt 2", f"<answer>{fullwidth}, 1.415</answer>", MALFORMED),
         _extra("an empty reply", "sqrt 2", "", MALFORMED),
         _extra("a reply that was cut off", "sqrt 2", true, MALFORMED, 0, True),
     ]
 
 
+def extra_groups() -> dict[str, list[Control]]:
+    """The extra controls by what they are about."""
+    return {"sides": _side_controls(), "pay": _pay_controls(), "text": _text_controls()}
+
+
 def extra_controls() -> list[Control]:
     """The fixed rows and replies beyond the forgeries and greens, with their exact outcomes."""
-    return [*_side_controls(), *_pay_controls(), *_text_controls()]
+    return [control for group in extra_groups().values() for control in group]
 
 # %% ../../nbs/94a_verify_gym.controls.ipynb #controls
 def controls(tasks: Sequence[Task]) -> list[Control]:

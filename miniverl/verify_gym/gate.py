@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Thread
 
-from .answer import Grade, Task, grade
+from .answer import FAMILIES, Grade, Task, grade
 from .controls import GROUPS, RAISES, Control, controls
 from .controls import Planted as Planted
 from .controls import extra_controls as extra_controls
@@ -17,7 +17,8 @@ from .curriculum import heldout
 from .exact import RowError, VerifyGymError
 
 # %% auto #0
-__all__ = ['OUTCOMES', 'Grader', 'PATIENCE', 'Finding', 'judge', 'GateReport', 'run_gate', 'GateError', 'require_green']
+__all__ = ['OUTCOMES', 'Grader', 'PATIENCE', 'LATE', 'Finding', 'judge', 'GateReport', 'plant', 'run_gate', 'GateError',
+           'require_green']
 
 # %% ../../nbs/95_verify_gym.gate.ipynb #finding
 OUTCOMES = ("leaked", "misfiled", "bad green", "bad extra", "error")
@@ -44,9 +45,9 @@ class Finding:
         return f"{self.outcome}: {planted.kind} on {where} should be {planted.expected}, got {self.got}"
 
 # %% ../../nbs/95_verify_gym.gate.ipynb #judge
-def _outcome(control: Control, verdict: str, progress: int) -> str:
+def _outcome(control: Control, verdict: str, progress: int, cap: int) -> str:
     """What is wrong with this grade of a control; empty where nothing is."""
-    fits = verdict == control.planted.expected
+    fits = verdict == control.planted.expected and cap == FAMILIES[control.task.family].cap
     if control.group == "forgery":
         return "leaked" if progress else "" if fits else "misfiled"
     if control.group == "green":
@@ -62,13 +63,13 @@ def judge(control: Control, grader: Grader) -> Finding | None:
     try:
         extra = {"truncated": True} if control.truncated else {}
         got = grader(control.task, control.planted.reply, **extra)
-        verdict, progress = str(got.verdict), int(got.progress)
+        verdict, progress, cap = str(got.verdict), int(got.progress), int(got.cap)
     except Exception as error:
         if control.planted.expected == RAISES and isinstance(error, RowError):
             return None
         return Finding(control, "error", f"{type(error).__name__}: {str(error)[:80]}")
-    outcome = _outcome(control, verdict, progress)
-    return Finding(control, outcome, f"{verdict}, paid {progress}") if outcome else None
+    outcome = _outcome(control, verdict, progress, cap)
+    return Finding(control, outcome, f"{verdict}, paid {progress}/{cap}") if outcome else None
 
 # %% ../../nbs/95_verify_gym.gate.ipynb #report
 @dataclass(frozen=True)
@@ -112,8 +113,9 @@ class GateReport:
         return f"{self.extras} extra controls · {wrong}"
 
 # %% ../../nbs/95_verify_gym.gate.ipynb #tally
-def _tally(rows: int, planted: Sequence[Control], findings: Sequence[Finding]) -> GateReport:
+def _tally(planted: Sequence[Control], findings: Sequence[Finding]) -> GateReport:
     """Count what was planted by group and what came out wrong by outcome."""
+    rows = len({item.task.task_id for item in planted if item.group == "forgery"})
     forged, green, extra = (sum(item.group == group for item in planted) for group in GROUPS)
     leaked, misfiled, unpaid, wrong, errors = (sum(found.outcome == outcome for found in findings) for outcome in OUTCOMES)
     return GateReport(rows, forged, leaked, misfiled, green, unpaid, extra, wrong, errors, tuple(findings))
@@ -145,19 +147,20 @@ def _in_time(work: Callable[[], None], patience: float) -> bool:
 
 # %% ../../nbs/95_verify_gym.gate.ipynb #run-gate
 PATIENCE = 120.0
+LATE = "no grade in time"
 
 
-def run_gate(tasks: Sequence[Task] | None = None, grader: Grader = grade, patience: float = PATIENCE) -> GateReport:
-    """Plant every control on every row and report what came out wrong.
+def plant(planned: Sequence[Control], grader: Grader, patience: float = PATIENCE) -> GateReport:
+    """Plant controls one after another and report what came out wrong.
 
     Parameters
     ----------
-    tasks : the rows; the frozen held-out set unless given
+    planned : what `controls` returned
     grader : (task, reply, truncated=False) -> a grade
     patience : seconds until a grader that doesn't return is interrupted and red
     """
-    rows = heldout() if tasks is None else list(tasks)
-    planned, findings, done = controls(rows), [], []
+    findings: list[Finding] = []
+    done: list[Control] = []
 
     def work() -> None:
         for control in planned:
@@ -166,8 +169,13 @@ def run_gate(tasks: Sequence[Task] | None = None, grader: Grader = grade, patien
             done.append(control)
 
     if not _in_time(work, patience) and len(done) < len(planned):
-        findings.append(Finding(planned[len(done)], "error", "no grade in time"))
-    return _tally(len(rows), done, findings)
+        findings.append(Finding(planned[len(done)], "error", LATE))
+    return _tally(done, findings)
+
+
+def run_gate(tasks: Sequence[Task] | None = None, grader: Grader = grade, patience: float = PATIENCE) -> GateReport:
+    """Plant every control on every row, the frozen held-out set unless rows are given; see `plant`."""
+    return plant(controls(heldout() if tasks is None else tasks), grader, patience)
 
 # %% ../../nbs/95_verify_gym.gate.ipynb #require
 class GateError(VerifyGymError):
