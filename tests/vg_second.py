@@ -13,7 +13,10 @@ if str(PROJECT) not in sys.path:
     sys.path.append(str(PROJECT))
 
 import bridge  # noqa: E402
+import crosscheck  # noqa: E402
+import make_conformance  # noqa: E402
+import scorecard  # noqa: E402
 
-__all__ = ["PROJECT", "bridge", "needs_node"]
+__all__ = ["PROJECT", "bridge", "crosscheck", "make_conformance", "needs_node", "scorecard"]
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="Node.js isn't on PATH: no second decider")

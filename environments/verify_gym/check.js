@@ -119,15 +119,18 @@ const LN2 = 2n * atanh(1n, 3n);
 
 /** +1 where the root of x^x = n is above the bar, -1 below, 0 on it, null where the bar is below 1. */
 function sideXx({ n }, exact) {
-  const right = logarithm(n, 1n);
+  const right = logarithm(n, 1n), known = new Map();  // whole powers take a tenth of a second: never the same ones twice
+  const powers = (p, q) => {
+    const key = `${p}/${q}`;
+    if (!known.has(key)) known.set(key, sign(n ** q * q ** p - p ** p));
+    return known.get(key);
+  };
   return ({ p, q }) => {
     if (p < q) return null;
-    if (!exact) {
-      const left = logarithm(p, q);
-      const gap = q * right.value - p * left.value;
-      if (abs(gap) > q * right.error + p * left.error) return sign(gap);
-    }
-    return sign(n ** q * q ** p - p ** p);
+    if (exact) return powers(p, q);
+    const left = logarithm(p, q);
+    const gap = q * right.value - p * left.value;
+    return abs(gap) > q * right.error + p * left.error ? sign(gap) : powers(p, q);
   };
 }
 
