@@ -21,9 +21,10 @@ from miniverl.store import run_lock
 
 @pytest.fixture(autouse=True, scope="module")
 def quick():
-    """Cheap collections; commits that happen while the tests run are none of their business."""
+    """Cheap collections; commits and edits that happen while the tests run are none of their business."""
     with little_garbage(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark, "git_commit", lambda path: None)
+        patch.setattr(benchmark, "source_digest", lambda: "0" * 64)
         yield
 
 
@@ -183,8 +184,12 @@ def test_another_question_is_refused_by_name(finished, monkeypatch):
         patch.setattr(benchmark, "software_summary", lambda: {**told, "packages": packages})
         refused("software.packages.torch")
     with monkeypatch.context() as patch:
+        patch.setattr(benchmark, "source_digest", lambda: "1" * 64)
+        refused("source .*000.*now 111")
+    with monkeypatch.context() as patch:
         patch.setattr(benchmark, "git_commit", lambda path: "0" * 40)
-        refused("git_commit")
+        assert run_benchmark(tiny_benchmark(), output=out, resume=True).git_commit is None, "where it was begun"
+    assert tree(out) == before
 
 
 def test_an_edited_base_file_is_noticed(tmp_path):

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import miniverl
-from ..core import ConfigError, MiniVerlError, StoreError, canonical_json, git_commit, read_json, require, utc_now
+from ..core import ConfigError, MiniVerlError, StoreError, canonical_json, digest, git_commit, read_json, require
+from ..core import sha256_file, utc_now
 from .account import arm_result, budget_report, hardware_summary, software_summary
 from .account import largest_cycle, teacher_preparation
 from .design import ArmDesign, Design, leaf_diff, plan_record
@@ -32,10 +33,10 @@ from ..training.result import TrainResult
 from ..training.setup import cache_folder, check_supported
 
 # %% auto #0
-__all__ = ['result_paths', 'state_folder', 'all_configs', 'is_begun', 'occupied', 'check_free', 'new_plan', 'check_plan',
-           'recorded_plan', 'open_plan', 'remove_strays', 'teacher_key', 'teacher_units', 'benchmark_units',
-           'left_to_do', 'arm_row', 'cold_record', 'controlled_record', 'collect', 'write_result', 'preflight',
-           'carry_out', 'run_benchmark', 'resolve_benchmark_configs']
+__all__ = ['result_paths', 'state_folder', 'all_configs', 'is_begun', 'occupied', 'check_free', 'source_digest', 'new_plan',
+           'check_plan', 'recorded_plan', 'open_plan', 'remove_strays', 'teacher_key', 'teacher_units',
+           'benchmark_units', 'left_to_do', 'arm_row', 'cold_record', 'controlled_record', 'collect', 'write_result',
+           'preflight', 'carry_out', 'run_benchmark', 'resolve_benchmark_configs']
 
 # %% ../../nbs/72c_evaluation.benchmark.ipynb #reexport
 _all_ = ["resolve_benchmark_configs"]
@@ -85,17 +86,24 @@ def check_free(design: Design, folder: Path) -> None:
                          hint="continue that benchmark with --resume, or choose another --output")
 
 # %% ../../nbs/72c_evaluation.benchmark.ipynb #plan
+def source_digest() -> str:
+    """Digest of the modules of this package, as they are on disk."""
+    home = Path(miniverl.__file__).parent
+    return digest({path.relative_to(home).as_posix(): sha256_file(path) for path in sorted(home.rglob("*.py"))})
+
+
 def new_plan(design: Design, *, notes: str = "", invocation: Sequence[str] = ()) -> dict[str, Any]:
     """What is written to `plan.json` before the first unit."""
     spec = design.spec
     return {
-        "schema_version": 1, "created_at": utc_now(), "notes": notes, "invocation": list(invocation),
+        "schema_version": 1, "created_at": utc_now(), "git_commit": git_commit(Path(miniverl.__file__)), "notes": notes,
+        "invocation": list(invocation),
         "question": {
             "benchmark": portable_payload({**spec.to_mapping(), "base": spec.base_mapping()}), "digest": spec.digest,
             "seeds": list(design.seeds), "arms": [arm.name for arm in design.arms],
             "recipes": {name: config.digest for name, config in all_configs(design)}},
-        "made_by": {"miniverl_version": miniverl.__version__, "git_commit": git_commit(Path(miniverl.__file__)),
-                    "hardware": hardware_summary(), "software": software_summary()},
+        "made_by": {"miniverl_version": miniverl.__version__, "source": source_digest(), "hardware": hardware_summary(),
+                    "software": software_summary()},
         "design": plan_record(design),
     }
 
@@ -266,7 +274,7 @@ def collect(design: Design, plan: Mapping[str, Any], folder: Path) -> BenchmarkR
     return BenchmarkResult.parse({
         "schema_version": 2, "miniverl_version": made_by["miniverl_version"], "name": spec.name,
         "description": spec.description, "notes": plan["notes"], "created_at": plan["created_at"],
-        "git_commit": made_by["git_commit"], "invocation": plan["invocation"], "budget_axis": spec.budget_axis,
+        "git_commit": plan["git_commit"], "invocation": plan["invocation"], "budget_axis": spec.budget_axis,
         "hardware": made_by["hardware"], "software": made_by["software"], "cold_start": cold_record(design, folder),
         "common_declared_config": common, "common_declared_config_digest": design.common.digest,
         "common_resolved_config": common, "common_resolved_config_digest": design.common.digest,
