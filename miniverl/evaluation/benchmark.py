@@ -96,14 +96,13 @@ def new_plan(design: Design, *, notes: str = "", invocation: Sequence[str] = ())
     """What is written to `plan.json` before the first unit."""
     spec = design.spec
     return {
-        "schema_version": 1, "created_at": utc_now(), "git_commit": git_commit(Path(miniverl.__file__)), "notes": notes,
-        "invocation": list(invocation),
+        "schema_version": 1, "created_at": utc_now(), "notes": notes, "invocation": list(invocation),
         "question": {
             "benchmark": portable_payload({**spec.to_mapping(), "base": spec.base_mapping()}), "digest": spec.digest,
             "seeds": list(design.seeds), "arms": [arm.name for arm in design.arms],
             "recipes": {name: config.digest for name, config in all_configs(design)}},
-        "made_by": {"miniverl_version": miniverl.__version__, "source": source_digest(), "hardware": hardware_summary(),
-                    "software": software_summary()},
+        "made_by": {"miniverl_version": miniverl.__version__, "git_commit": git_commit(Path(miniverl.__file__)),
+                    "source": source_digest(), "hardware": hardware_summary(), "software": software_summary()},
         "design": plan_record(design),
     }
 
@@ -112,7 +111,7 @@ def check_plan(plan: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> N
     """ConfigError that names what differs between the recorded plan and the one that would be made now."""
     asked = leaf_diff(plan["question"], now["question"])
     rows = [row for row in asked if row["path"] != "digest" and not row["path"].startswith("recipes.")] or asked
-    rows += leaf_diff(plan["made_by"], now["made_by"])
+    rows += [row for row in leaf_diff(plan["made_by"], now["made_by"]) if row["path"] != "git_commit"]
     named = [f"{row['path']} ({_short(row['common'])}, now {_short(row['arm'])})" for row in rows]
     if now["notes"] and now["notes"] != plan["notes"]:
         named.append("notes")
@@ -274,7 +273,7 @@ def collect(design: Design, plan: Mapping[str, Any], folder: Path) -> BenchmarkR
     return BenchmarkResult.parse({
         "schema_version": 2, "miniverl_version": made_by["miniverl_version"], "name": spec.name,
         "description": spec.description, "notes": plan["notes"], "created_at": plan["created_at"],
-        "git_commit": plan["git_commit"], "invocation": plan["invocation"], "budget_axis": spec.budget_axis,
+        "git_commit": made_by["git_commit"], "invocation": plan["invocation"], "budget_axis": spec.budget_axis,
         "hardware": made_by["hardware"], "software": made_by["software"], "cold_start": cold_record(design, folder),
         "common_declared_config": common, "common_declared_config_digest": design.common.digest,
         "common_resolved_config": common, "common_resolved_config_digest": design.common.digest,
