@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import TextIO
 
 from .answer import Task
 from .curriculum import POOLS, heldout, pool_task
@@ -17,21 +18,26 @@ from .gate import GateReport, require_green, run_gate
 from .policies import score_card, score_table
 
 # %% auto #0
-__all__ = ['SHOWN', 'report_error', 'run_safely', 'gate_text', 'tasks_of', 'make_parser', 'main']
+__all__ = ['SHOWN', 'say', 'report_error', 'run_safely', 'gate_text', 'tasks_of', 'make_parser', 'main']
 
 # %% ../../nbs/97d_verify_gym.cli.ipynb #say
-def _say(text: str) -> None:
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding))
+def _fitting(text: str, stream: TextIO) -> str:
+    """The text with everything escaped that the stream can't show, and every control character but a line break."""
+    shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def say(text: str) -> None:
+    """Print a result."""
+    print(_fitting(text, sys.stdout))
 
 
 def report_error(error: VerifyGymError) -> int:
     """Print message and hint, a line each, and return the exit status."""
     for text in (error.message, error.hint):
         if text:
-            line = " · ".join(part for part in text.splitlines() if part)
-            encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-            print(line.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+            print(_fitting(" · ".join(part for part in text.splitlines() if part), sys.stderr), file=sys.stderr)
     return 1
 
 # %% ../../nbs/97d_verify_gym.cli.ipynb #run-safely
@@ -67,14 +73,14 @@ def gate_text(report: GateReport) -> str:
 
 def _gate(options: argparse.Namespace) -> int:
     report = run_gate()
-    _say(gate_text(report))
+    say(gate_text(report))
     return 0 if report.green else 1
 
 # %% ../../nbs/97d_verify_gym.cli.ipynb #baseline
 def _baseline(options: argparse.Namespace) -> int:
     report = require_green()
     card = score_card()
-    _say(json.dumps(card, indent=1) if options.json else f"{report.line()}\n\n{score_table(card)}")
+    say(json.dumps(card, indent=1) if options.json else f"{report.line()}\n\n{score_table(card)}")
     return 0
 
 # %% ../../nbs/97d_verify_gym.cli.ipynb #tasks
@@ -88,7 +94,7 @@ def tasks_of(split: str, count: int, start: int = 0) -> Iterator[Task]:
 def _tasks(options: argparse.Namespace) -> int:
     require_green()
     for task in tasks_of(options.split, options.count, options.start):
-        _say(f"--- {task.task_id}\n{prompt(task)}" if options.prompts else json.dumps(task.to_row()))
+        say(f"--- {task.task_id}\n{prompt(task)}" if options.prompts else json.dumps(task.to_row()))
     return 0
 
 # %% ../../nbs/97d_verify_gym.cli.ipynb #parser

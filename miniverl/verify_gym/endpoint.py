@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -102,6 +103,8 @@ class Endpoint:
             raise VerifyGymError(f"{self.url[:80]!r} is no endpoint", "give http://HOST:PORT/v1")
         if self.max_tokens < 1:
             raise VerifyGymError(f"max_tokens is {self.max_tokens}", "a reply needs at least one token")
+        if not all("!" <= char <= "~" for char in (self.api_key or "").strip()):
+            raise VerifyGymError("the key holds a character that no header can carry", "look at the variable that holds it")
 
     def about(self) -> dict[str, Any]:
         """What a log says of the run: what decides the replies, and not where the server stood."""
@@ -176,6 +179,22 @@ def check_samples(samples: Mapping[int, Sample], plan: Sequence[Task]) -> None:
 
 _FOLDER = "the log was edited, or belongs to another run: start again in an empty folder"
 
+# %% ../../nbs/96a_verify_gym.endpoint.ipynb #alone
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold the lock of a log; two processes that fill one log would make every call twice."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("a") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # a system without such locks
+            pass
+        except OSError:
+            raise VerifyGymError(f"{path} is being written by another process", "wait for it, or end it") from None
+        yield
+
 # %% ../../nbs/96a_verify_gym.endpoint.ipynb #collect
 def collect(path: Path, header: Header, plan: Sequence[Task], ask: Ask, workers: int = 1) -> list[Sample]:
     """Make the calls of a plan that the log doesn't hold yet.
@@ -196,7 +215,7 @@ def collect(path: Path, header: Header, plan: Sequence[Task], ask: Ask, workers:
     ------
     CallError : a call failed; what was answered until then is in the log
     """
-    with RolloutLog(path, header, sync=True) as log:
+    with _alone(path), RolloutLog(path, header, sync=True) as log:
         check_samples(log.samples, plan)
         _call_missing(log, plan, ask, workers)
         return [log.samples[number] for number in range(len(plan))]
