@@ -40,9 +40,12 @@ def copy_body(target: Path) -> None:
 
 class BuildWithBody(build_py):
     def run(self) -> None:
+        if self.editable_mode:
+            return super().run()
+        target = Path(self.build_lib) / "verify_gym"
+        shutil.rmtree(target, ignore_errors=True)  # an earlier build may hold modules that are gone
         super().run()
-        if not self.editable_mode:
-            copy_body(Path(self.build_lib) / "verify_gym")
+        copy_body(target)
 
 
 class SourceWithBody(sdist):

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 from .answer import Task
-from .curriculum import POOLS, heldout, pool_task
 from .exact import VerifyGymError
 from .families import prompt
 from .gate import GateReport, require_green, run_gate
 from .policies import score_card, score_table
+from .rewards import SPLITS, select_tasks
 
 # %% auto #0
-__all__ = ['SHOWN', 'say', 'report_error', 'run_safely', 'gate_text', 'tasks_of', 'make_parser', 'main']
+__all__ = ['SHOWN', 'BLOCK', 'say', 'report_error', 'run_safely', 'gate_text', 'make_parser', 'main']
 
 # %% ../../nbs/97d_verify_gym.cli.ipynb #say
 def _fitting(text: str, stream: TextIO) -> str:
@@ -84,16 +84,19 @@ def _baseline(options: argparse.Namespace) -> int:
     return 0
 
 # %% ../../nbs/97d_verify_gym.cli.ipynb #tasks
-def tasks_of(split: str, count: int, start: int = 0) -> Iterator[Task]:
-    """`count` tasks of a pool from number `start` on; of a held-out set, as many as there are."""
-    if split in POOLS:
-        return (pool_task(split, index) for index in range(start, start + count))
-    return iter(heldout(split.removeprefix("heldout-"))[start : start + count])
+BLOCK = 1000
+
+
+def _blocks(options: argparse.Namespace) -> Iterator[Task]:
+    """The tasks that were asked for, drawn a block at a time."""
+    end = options.start + options.count
+    for first in range(options.start, end, BLOCK):
+        yield from select_tasks(options.split, min(BLOCK, end - first), first)
 
 
 def _tasks(options: argparse.Namespace) -> int:
     require_green()
-    for task in tasks_of(options.split, options.count, options.start):
+    for task in _blocks(options):
         say(f"--- {task.task_id}\n{prompt(task)}" if options.prompts else json.dumps(task.to_row()))
     return 0
 
@@ -121,7 +124,7 @@ def make_parser() -> argparse.ArgumentParser:
     tasks = commands.add_parser("tasks", help="print tasks, a row of JSON each")
     tasks.add_argument("count", type=_number(1), metavar="N", help="how many")
     tasks.add_argument("--prompts", action="store_true", help="the prompts instead")
-    tasks.add_argument("--split", default="train", choices=(*POOLS, "heldout-v0"), help="the pool (default: train)")
+    tasks.add_argument("--split", default="train", choices=SPLITS, help="the pool (default: train)")
     tasks.add_argument("--start", type=_number(0), default=0, metavar="I", help="number of the first (default: 0)")
     tasks.set_defaults(work=_tasks)
     return parser

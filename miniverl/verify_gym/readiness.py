@@ -9,14 +9,15 @@ from fractions import Fraction
 from typing import Any
 
 from .answer import Task, grade
+from .conformance import GRADE, grade_parts
 from .curriculum import validation
 from .exact import VerifyGymError
 from .families import prompt
 from .policies import POLICIES
-from .rollouts import Decider, Sample, opinion_of
+from .rollouts import Decider, Sample
 
 # %% auto #0
-__all__ = ['TASKS', 'SAMPLES', 'LEAST_DIFFERING', 'LEAST_MEAN', 'MOST_MEAN', 'COMPARED', 'DRY_RUNS', 'Readiness', 'judge_groups',
+__all__ = ['TASKS', 'SAMPLES', 'LEAST_DIFFERING', 'LEAST_MEAN', 'MOST_MEAN', 'DRY_RUNS', 'Readiness', 'judge_groups',
            'decide_twice', 'readiness_tasks', 'assess', 'dry_samples']
 
 # %% ../../nbs/96a_verify_gym.readiness.ipynb #thresholds
@@ -93,9 +94,6 @@ def judge_groups(groups: Sequence[Sequence[Fraction]]) -> Readiness:
     return Readiness(len(groups), differing, len(rewards), sum(rewards, Fraction(0)))
 
 # %% ../../nbs/96a_verify_gym.readiness.ipynb #decide-twice
-COMPARED = ("verdict", "lo", "hi", "decimals", "progress")
-
-
 def decide_twice(tasks: Sequence[Task], samples: Sequence[Sample], second: Decider) -> list[Fraction]:
     """The reward of each sample, where both deciders give the same.
 
@@ -113,13 +111,13 @@ def decide_twice(tasks: Sequence[Task], samples: Sequence[Sample], second: Decid
     rewards = []
     for task, line, opinion in zip(tasks, samples, opinions, strict=True):
         got = grade(task, line.reply, truncated=line.truncated)
-        _agree(line, opinion_of(got), opinion)
+        _agree(line, grade_parts(got), opinion)
         rewards.append(Fraction(*got.reward_pair))
     return rewards
 
 
 def _agree(line: Sample, first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
-    differs = [key for key in COMPARED if key not in second or first[key] != second[key]]
+    differs = [key for key in GRADE if key not in second or first[key] != second[key]]
     if differs:
         both = ", ".join(f"{key} {first[key]} and {second.get(key)}" for key in differs)
         hint = "no verdict is given; one of the deciders has a fault"

@@ -12,14 +12,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
-from .answer import FAMILIES, MALFORMED, Grade, Task, grade
+from .answer import FAMILIES, MALFORMED, Task, grade
+from .conformance import grade_parts
 from .curriculum import curriculum_sha256, find_task
 from .exact import VerifyGymError
 
 # %% auto #0
 __all__ = ['FORMAT', 'Question', 'Decider', 'BATCH', 'Header', 'Sample', 'line_bytes', 'RolloutLog', 'read_log', 'paid_progress',
-           'Claim', 'claim_of', 'first_decider', 'opinion_of', 'objection', 'Refusal', 'Recheck', 'require_confirmed',
-           'recheck']
+           'Claim', 'claim_of', 'first_decider', 'objection', 'Refusal', 'Recheck', 'require_confirmed', 'recheck']
 
 # %% ../../nbs/96_verify_gym.rollouts.ipynb #sample
 FORMAT = "verify-gym-rollouts/1"
@@ -248,18 +248,7 @@ Decider = Callable[[Sequence[Question]], Sequence[Mapping[str, Any]]]
 
 def first_decider(questions: Sequence[Question]) -> list[dict[str, Any]]:
     """The package's own grades in the form of a second decider: a stand-in where there is none, and no second opinion."""
-    return [opinion_of(grade(task, reply, truncated=cut)) for task, reply, cut in questions]
-
-
-def opinion_of(got: Grade) -> dict[str, Any]:
-    """A grade in the words of a second decider."""
-    return {
-        "verdict": got.verdict,
-        "lo": got.lo_word,
-        "hi": got.hi_word,
-        "decimals": got.decimals,
-        "progress": got.progress,
-    }
+    return [grade_parts(grade(task, reply, truncated=cut)) for task, reply, cut in questions]
 
 # %% ../../nbs/96_verify_gym.rollouts.ipynb #objection
 def objection(claim: Claim, opinion: Mapping[str, Any]) -> str | None:

@@ -23,10 +23,12 @@ class _Alias(Loader):
         self._target = target
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return import_module(self._target.name)
+        module = import_module(self._target.name)
+        self._own = module.__spec__
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._target  # the import machinery has just put the alias there
+        module.__spec__ = self._own  # the import machinery has just put the alias there
 
     def get_code(self, name: str) -> CodeType | None:
         """For `python -m verify_gym.cli`."""
