@@ -135,9 +135,9 @@ FLOORS = (
     ("core", "portable", "store"),
     ("schemas", "utils"),
     ("models", "environments"),
-    ("agent", "teachers", "cache", "selection", "losses"),
+    ("agent", "teachers", "cache", "selection", "losses", "wsm"),
     ("training",),
-    ("evaluation", "reporting"),
+    ("evaluation", "campaign", "reporting"),
     ("cli", "commands", "console", "demo", "doctor"),
 )
 BESIDE = {"verify_gym"}  # imports nothing of the floors, and no floor imports it
