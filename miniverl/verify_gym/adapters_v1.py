@@ -137,3 +137,14 @@ class VerifyGymHarness(vf.Harness[VerifyGymHarnessConfig]):
         call = {"url": endpoint.rstrip("/") + "/chat/completions", "secret": secret, "body": body}
         environment = {**self.config.resolved_env, "VERIFY_GYM_CALL": json.dumps(call)}
         return await runtime.run_program(["python3", "-c", PROGRAM], environment)
+
+# %% ../../nbs/97a_verify_gym.adapters_v1.ipynb #environment
+if hasattr(vf, "SingleAgentEnvConfig"):
+
+    class VerifyGymEnvConfig(vf.SingleAgentEnvConfig):
+        """One agent, in a process of this machine unless another runtime is asked for."""
+
+        agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
+
+    class VerifyGymEnv(vf.SingleAgentEnv, vf.Env[VerifyGymEnvConfig]):
+        """The framework's environment of one agent, with that default."""

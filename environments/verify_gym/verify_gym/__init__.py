@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["VerifyGymHarness", "VerifyGymTaskset", "load_environment"]
+__all__ = ["VerifyGymEnv", "VerifyGymHarness", "VerifyGymTaskset", "load_environment"]
 
 _FRAMEWORK = {
+    "VerifyGymEnv": "adapters_v1",
     "VerifyGymHarness": "adapters_v1",
     "VerifyGymTaskset": "adapters_v1",
     "load_environment": "adapters_v0",
