@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import json
 import os
 import subprocess
@@ -9,6 +12,7 @@ import sys
 import threading
 import time
 from fractions import Fraction
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -29,14 +33,18 @@ WHOLE = TASKS * SAMPLES
 
 
 def script(name, *arguments, **environment):
-    """Run one of the project's scripts."""
-    return subprocess.run(
-        [sys.executable, PROJECT / f"{name}.py", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "no_proxy": "127.0.0.1", **environment},
-        timeout=300,
-    )
+    """Run the main function of one of the project's scripts: its status and what it printed."""
+    main = importlib.import_module(name).main
+    with (
+        mock.patch.dict(os.environ, {"no_proxy": "127.0.0.1", **environment}),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as ended:
+            status = ended.code
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 
 
 def model(server, out, *more, name="stand-in"):
@@ -89,6 +97,15 @@ def test_no_rounding_decides():
 def test_dry_runs(name, status, word):
     run = script("readiness", "--dry-run", name)
     assert run.returncode == status and f"· {word}" in run.stdout and not run.stderr, run
+
+
+@needs_node
+def test_the_script_as_a_process(tmp_path):
+    """From any folder, on a terminal that shows no more than ASCII."""
+    command = [sys.executable, PROJECT / "readiness.py", "--dry-run", "never"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    assert run.returncode == 3 and "NO-GO" in run.stdout and not run.stderr and not list(tmp_path.iterdir())
 
 
 def test_the_scripts_say_so_where_node_is_missing(tmp_path):

@@ -50,15 +50,7 @@ class Readiness:
     @property
     def reasons(self) -> tuple[str, ...]:
         """What stands against GO."""
-        found = []
-        if Fraction(self.differing, self.groups) < LEAST_DIFFERING:
-            least = f"{LEAST_DIFFERING.numerator}/{LEAST_DIFFERING.denominator}"
-            found.append(f"rewards differ within {self.differing} of {self.groups} groups, fewer than {least} of them")
-        if self.mean < LEAST_MEAN:
-            found.append(f"the mean reward {_show(self.mean)} is below {_show(LEAST_MEAN)}")
-        if self.mean > MOST_MEAN:
-            found.append(f"the mean reward {_show(self.mean)} is above {_show(MOST_MEAN)}")
-        return tuple(found)
+        return _reasons(self.groups, self.differing, self.mean)
 
     @property
     def go(self) -> bool:
@@ -69,7 +61,19 @@ class Readiness:
         counts = f"{self.groups} groups · {self.differing} differ · mean reward {_show(self.mean)}"
         return f"{counts} · GO" if self.go else f"{counts} · NO-GO: {'; '.join(self.reasons)}"
 
-# %% ../../nbs/96a_verify_gym.readiness.ipynb #show
+# %% ../../nbs/96a_verify_gym.readiness.ipynb #reasons
+def _reasons(groups: int, differing: int, mean: Fraction) -> tuple[str, ...]:
+    found = []
+    if Fraction(differing, groups) < LEAST_DIFFERING:
+        least = f"{LEAST_DIFFERING.numerator}/{LEAST_DIFFERING.denominator}"
+        found.append(f"rewards differ within {differing} of {groups} groups, fewer than {least} of them")
+    if mean < LEAST_MEAN:
+        found.append(f"the mean reward {_show(mean)} is below {_show(LEAST_MEAN)}")
+    if mean > MOST_MEAN:
+        found.append(f"the mean reward {_show(mean)} is above {_show(MOST_MEAN)}")
+    return tuple(found)
+
+
 def _show(value: Fraction) -> str:
     """A fraction to four places, in full where that is exact."""
     shown = f"{float(value):.4f}"

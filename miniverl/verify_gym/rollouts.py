@@ -68,9 +68,7 @@ class RolloutLog:
     header : what the first line says
     sync : force each line to the disk
 
-    Raises
-    ------
-    VerifyGymError : the file is no log, or the log of another run
+    Raises VerifyGymError where the file is no log, or the log of another run.
     """
 
     def __init__(self, path: Path | str, header: Header, *, sync: bool = False) -> None:
@@ -95,16 +93,16 @@ class RolloutLog:
     def add(self, task_id: str, reply: str, reward: float, *, truncated: bool = False, sample: int | None = None) -> Sample:
         """Write one sample; its number is the next free one unless given."""
         number = max(self.samples, default=-1) + 1 if sample is None else sample
-        if number in self.samples:
-            raise VerifyGymError(f"sample {number} is in the log already", "give each sample a number of its own")
-        made = _written(Sample(number, task_id, reply, reward, truncated))
+        made = _written(Sample(number, task_id, reply, reward, truncated), self.samples)
         self._write(made._asdict())
         self.samples[number] = made
         return made
 
 # %% ../../nbs/96_verify_gym.rollouts.ipynb #continued
-def _written(sample: Sample) -> Sample:
+def _written(sample: Sample, before: Mapping[int, Sample]) -> Sample:
     """The sample, if a reader will take it."""
+    if sample.sample in before:
+        raise VerifyGymError(f"sample {sample.sample} is in the log already", "give each sample a number of its own")
     try:
         if sample.reward != sample.reward:
             raise ValueError("reward is NaN")
