@@ -86,7 +86,9 @@ def test_without_its_environment_a_version_is_skipped_and_named(monkeypatch, cap
 @pytest.mark.parametrize("framework", verify_bindings.FRAMEWORKS, ids=lambda framework: framework.version)
 def test_bindings(framework):
     if not framework.ready:
-        pytest.skip(f"no environment with verifiers {framework.version}: python tools/verify_bindings.py")
+        pytest.skip(
+            f"no environment with verifiers {framework.version}: python tools/verify_bindings.py --only {framework.name}"
+        )
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--ready", "--only", framework.name], capture_output=True, text=True, timeout=900
     )

@@ -1,7 +1,7 @@
 """Try verify-gym against real installs of the verifiers framework, each in a virtual environment of its own.
 
-    python tools/verify_bindings.py               both versions
-    python tools/verify_bindings.py --only 031    one of them
+    python tools/verify_bindings.py               0.3.1 and 0.4.0
+    python tools/verify_bindings.py --only 031    one of them; 020, for the oldest version, only runs when it's named
     python tools/verify_bindings.py --ready       only where the environment exists already; never downloads the framework
 
 An environment is made when it's missing: `.venv-vf031` and `.venv-vf040` beside the repository's own, 700 MB each. The wheel of
@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("pytest>=8", "setuptools>=77", "wheel")
+TESTS = ("test_v0.py", "test_v1.py")
 PARTS = ("environments/verify_gym", "miniverl/verify_gym")
 LEFT_OVER = shutil.ignore_patterns("build", "dist", "*.egg-info", "__pycache__")
 PROBE = "import importlib.metadata as m; print(m.version('verifiers'), m.version('pytest'))"
@@ -29,12 +30,12 @@ PROBE = "import importlib.metadata as m; print(m.version('verifiers'), m.version
 
 @dataclass(frozen=True)
 class Framework:
-    """One version of the framework: what is installed, and the test files that apply to it."""
+    """One version of the framework: what is installed, and whether it belongs to a run that names none."""
 
     name: str
     version: str
     packages: tuple[str, ...]
-    tests: tuple[str, ...]
+    usual: bool = True
 
     @property
     def python(self) -> Path:
@@ -49,8 +50,9 @@ class Framework:
 
 
 FRAMEWORKS = (
-    Framework("031", "0.3.1", ("verifiers==0.3.1", "datasets"), ("test_v0.py", "test_v1.py")),
-    Framework("040", "0.4.0", ("verifiers==0.4.0",), ("test_v0.py", "test_v1.py")),
+    Framework("020", "0.2.0", ("verifiers==0.2.0", "datasets"), usual=False),
+    Framework("031", "0.3.1", ("verifiers==0.3.1", "datasets")),
+    Framework("040", "0.4.0", ("verifiers==0.4.0",)),
 )
 
 
@@ -80,7 +82,7 @@ def run_tests(framework: Framework, words: list[str]) -> int:
     """pytest without the repository's own options, which belong to the repository's own environment."""
     folder = ROOT / "tests" / "bindings"
     options = ["-q", "-ra", "-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={folder}", f"--confcutdir={folder}"]
-    files = [folder / name for name in framework.tests]
+    files = [folder / name for name in TESTS]
     print(f"verifiers {framework.version}", flush=True)
     done = subprocess.run([str(framework.python), "-m", "pytest", *options, *map(str, files), *words], cwd=folder)
     return done.returncode
@@ -93,7 +95,7 @@ def main(argv: list[str]) -> int:
     args, words = parser.parse_known_args(argv)
     codes = []
     for framework in FRAMEWORKS:
-        if args.only not in (None, framework.name):
+        if args.only != framework.name and not (args.only is None and framework.usual):
             continue
         if not framework.ready:
             if args.ready:
