@@ -4,15 +4,15 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-slow docs export save check perf readme clean
+.PHONY: help demo test test-slow bindings docs export save check perf readme clean
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
-$(READY): settings.ini setup.py constraints.txt
+$(READY): settings.ini setup.py constraints.txt environments/verify_gym/setup.py environments/verify_gym/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "miniverl needs Python 3.11 or newer: make PYTHON=python3.11"; exit 1; }
 	@echo "setting up .venv (a minute or two, once)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,dev,docs]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,dev,docs]" -e environments/verify_gym
 	@touch $(READY)
 
 demo: $(READY)  ## watch a small student learn to use a calculator, by on-policy distillation
@@ -30,6 +30,9 @@ $(SMOLLM2): $(READY)
 test-slow: $(READY) $(SMOLLM2)  ## what is marked slow: all kill points, a real small model that plays episodes, a local Ray cluster
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[scale]"
 	MINIVERL_SMOLLM2=$(SMOLLM2) $(BIN)/python -m pytest -m slow --nb-flags slow tests
+
+bindings: $(READY)  ## verify-gym against real installs of the verifiers framework, each in an environment of its own
+	$(BIN)/python tools/verify_bindings.py
 
 docs: $(READY)  ## the site, into _docs/
 	$(BIN)/python tools/docs.py
@@ -51,4 +54,4 @@ perf: $(READY)  ## the table of work against a reference and against the floor
 	$(BIN)/python -m benchmarks.perf
 
 clean:  ## what can be made again
-	rm -rf _docs _proc .venv .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf _docs _proc .venv .venv-vf* .mypy_cache .ruff_cache .hypothesis .coverage
