@@ -46,6 +46,8 @@ def _runtime_faults(config: CampaignConfig) -> _Found:
 
 def _task_faults(config: CampaignConfig) -> _Found:
     """Rules about the list of tasks."""
+    if not config.tasks:
+        yield "tasks", "at least one task is needed"
     seen: dict[str, int] = {}
     first: dict[str, tuple[int, Task]] = {}
     for index, task in enumerate(config.tasks):
@@ -75,7 +77,7 @@ class CampaignConfig(Section):
     thresholds: Thresholds | None = Field(default=None, description="success; null: none is applied")
     review: Review = Field(description="decisions of the operator")
     regression: FileRef = Field(description="unrelated completion cases")
-    tasks: Annotated[tuple[Task, ...], Strict(False)] = Field(min_length=1, description="the tasks, in the order of the schedule")
+    tasks: Annotated[tuple[Task, ...], Strict(False)] = Field(description="the tasks, in the order of the schedule")
     repetitions: Positive = Field(description="trials of the agent per task")
 
     _folder: Path = PrivateAttr(default=Path())
@@ -130,7 +132,7 @@ def check_identifier(text: str, field: str = "identifier") -> str:
     try:
         return safe_identifier(text)
     except ValueError as error:
-        raise ConfigError(f"{field} = {text!r:.80} is no safe identifier", hint=str(error).partition(": ")[2]) from None
+        raise ConfigError(f"{field} = {text!r:.80} is no safe identifier", hint=str(error).rpartition(": ")[2]) from None
 
 # %% ../../nbs/84_campaign.config.ipynb #read-pinned
 def read_pinned(config: CampaignConfig, ref: FileRef, field: str) -> bytes:

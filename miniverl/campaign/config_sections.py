@@ -32,19 +32,19 @@ _SAFE = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 def safe_identifier(text: str) -> str:
     """Return a safe identifier unchanged; ValueError otherwise."""
     if not _SAFE.fullmatch(text) or ".." in text:
-        raise ValueError("no safe identifier: use 1 to 64 of a-z 0-9 . _ -, a letter or digit first, no '..'")
+        raise ValueError(f"{text!r:.70} is no safe identifier: use 1 to 64 of a-z 0-9 . _ -, a letter or digit first, no '..'")
     return text
 
 
 def _digest(text: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{64}", text):
-        raise ValueError("no SHA-256: it has 64 digits 0-9 a-f in lower case")
+        raise ValueError(f"{text!r:.70} is no SHA-256: it has 64 digits 0-9 a-f in lower case")
     return text
 
 
 def _revision(text: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", text):
-        raise ValueError("no full revision: it has 40 or 64 digits 0-9 a-f in lower case")
+        raise ValueError(f"{text!r:.70} is no full revision: it has 40 or 64 digits 0-9 a-f in lower case")
     return text
 
 
@@ -57,15 +57,15 @@ def _told(text: str) -> str:
 def _money(value: Any) -> Any:
     """An amount of dollars as a Decimal."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str, Decimal)):
-        raise ValueError("an amount is a number or a decimal text")
+        raise ValueError(f"{value!r:.40} is no amount: write a number or a decimal text")
     try:
         amount = Decimal(str(value))
     except InvalidOperation:
-        raise ValueError("an amount is a number or a decimal text such as \"0.05\"") from None
+        raise ValueError(f"{value!r:.40} is no amount: write a number or a decimal text") from None
     if not amount.is_finite() or not 0 <= amount <= Decimal(10**9):
-        raise ValueError("an amount is finite, not negative and at most 1e9")
+        raise ValueError(f"{value!r:.40} is no amount: it must be finite, not negative and at most 1e9")
     if -int(amount.as_tuple().exponent) > 12:
-        raise ValueError("an amount has at most 12 decimals")
+        raise ValueError(f"{value!r:.40} has more than 12 decimals")
     return amount
 
 
@@ -78,7 +78,7 @@ def _day(value: Any) -> Any:
             return date.fromisoformat(value).isoformat()
     except ValueError:
         pass
-    raise ValueError("no date: write YYYY-MM-DD")
+    raise ValueError(f"{value!r:.40} is no date: write YYYY-MM-DD")
 
 
 Identifier = Annotated[str, AfterValidator(safe_identifier)]
@@ -144,7 +144,7 @@ def _endpoint(text: str) -> str:
 
 def _variable(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text):
-        raise ValueError("no name of an environment variable")
+        raise ValueError(f"{text!r:.70} is no name of an environment variable")
     return text
 
 
