@@ -286,6 +286,7 @@ def test_the_harness_names_and_seeds_the_runs():
         ({"seeds": [-1]}, "seeds.0 = -1"),
         ({"seeds": [2**32]}, "seeds.0"),
         ({"seeds": [True]}, "seeds.0 = true"),
+        ({"arms": [{"name": 3}]}, "arms.0.name = 3 should be a string"),
         ({"seeds": ["1"]}, "seeds.0"),
         ({"schema_version": 1}, "schema_version = 1 should be 2"),
         ({"cold_start_cycles": -1}, "cold_start_cycles = -1"),
@@ -304,7 +305,10 @@ def test_the_harness_names_and_seeds_the_runs():
 def test_bad_benchmarks_are_refused_in_two_lines(changes, says):
     if "arms" in changes and any("loss" in str(item) for item in changes["arms"]):
         changes = {**changes, "allowed_differences": ["loss.*", "cache.*"]}
-    assert says in refused(small(**changes)).message
+    said = refused(small(**changes)).message
+    assert says in said and ("at least 1 item" in said) == (changes in ({"arms": []}, {"seeds": []})), (
+        "one fault, told once"
+    )
 
 
 @pytest.mark.parametrize(
@@ -368,6 +372,19 @@ def test_a_limit_belongs_to_every_arm_and_not_to_the_cold_start(axis, budget, fi
     assert any(str(budget) in note for note in plan_notes(design))
     longer = small(budget_axis=axis, budget=budget, arms=[arm({"train": {field: 10 * budget}})])
     assert f"train.{field}" in refused(longer).message, "no arm takes more than its share undeclared"
+    for own in (10 * budget, None):
+        data = small(
+            budget_axis=axis, budget=budget, arms=[arm({"train": {field: own}})], allowed_differences=["train.*"]
+        )
+        assert f"arm odd: train.{field} is the budget" in refused(data).message, "nor by declaring it"
+
+
+def test_a_plan_says_where_a_limit_may_end_an_arm():
+    data = small(
+        common_overrides={"train": {"max_train_seconds": 9.0}}, arms=[arm({}), arm({"train": {"cycles": 0}}, "still")]
+    )
+    design = resolve_design(BenchmarkConfig.from_mapping(data))
+    assert [row[6] for row in plan_rows(design)[1]] == ["at most 3", "at most 4", "0"]
 
 
 def test_the_notes_name_what_a_reader_should_know():
@@ -380,10 +397,13 @@ def test_the_notes_name_what_a_reader_should_know():
             arm({}, "one"),
             arm({}, "two"),
             arm({"train": {"cycles": 0}}, "none"),
+            arm({"environment": {"difficulty": "hard"}, "eval": {"tasks": 3}}, "harder"),
         ],
+        allowed_differences=["run.mode", "train.cycles", "environment.difficulty", "eval.*"],
     )
     notes = plan_notes(resolve_design(BenchmarkConfig.from_mapping(data)))
-    for says in ("no optimizer step: none", "long 9, one 4, two 4", "single seed - no statistical significance",
+    for says in ("no optimizer step: none", "long 9, one 4, two 4, harder 4", "single seed - no statistical significance",
+                 "harder is measured on other tasks or under other rules than the common recipe: environment.difficulty, eval.tasks",
                  "no cold start", "nothing about unseen tasks", "one and two are the same training",
                  "allowed but not used: run.mode"):  # fmt: skip
         assert any(says in note for note in notes), (says, notes)

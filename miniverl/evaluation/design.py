@@ -15,7 +15,8 @@ from ..schemas.yamlio import validated
 
 # %% auto #0
 __all__ = ['HARNESS_PATHS', 'Resolved', 'PLAN_HEADER', 'SINGLE_SEED', 'leaf_diff', 'is_declared', 'resolve_benchmark_configs',
-           'ArmDesign', 'Design', 'resolve_design', 'plan_rows', 'measured_tasks', 'plan_notes', 'plan_record']
+           'ArmDesign', 'Design', 'resolve_design', 'plan_rows', 'measured_tasks', 'measured_otherwise', 'plan_notes',
+           'plan_record']
 
 # %% ../../nbs/70a_evaluation.design.ipynb #leaf-diff
 _ABSENT = object()
@@ -118,7 +119,7 @@ def _common(spec: BenchmarkConfig, plain: RunConfig) -> RunConfig:
         return plain
     return RunConfig.from_mapping(deep_merge(plain.to_mapping(), {"train": {_LIMITS[spec.budget_axis]: spec.budget}}))
 
-
+# %% ../../nbs/70a_evaluation.design.ipynb #forced
 def _cold_start(spec: BenchmarkConfig, plain: RunConfig, seed: int) -> RunConfig:
     """The recipe of the cold start with one seed."""
     forced = {
@@ -160,6 +161,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
+def _refuse_other_limits(spec: BenchmarkConfig, arms: Iterable[Resolved]) -> None:
+    path = f"train.{_LIMITS.get(spec.budget_axis)}"
+    if odd := [arm.name for arm, _, diff in arms if path in [row["path"] for row in diff]]:
+        raise ConfigError(f"arm {odd[0]}: {path} is the budget of the comparison, so no arm may have another",
+                          hint="leave it out, or choose another budget_axis")
+
+# %% ../../nbs/70a_evaluation.design.ipynb #resolve-configs
 def resolve_benchmark_configs(spec: BenchmarkConfig, seed: int | None = None) -> tuple[RunConfig, RunConfig, list[Resolved]]:
     """Common recipe, cold start and every arm `(arm, recipe, leaf diff from the common recipe)` for one seed.
 
@@ -171,7 +179,7 @@ def resolve_benchmark_configs(spec: BenchmarkConfig, seed: int | None = None) ->
     Raises
     ------
     ConfigError
-        If a recipe contradicts itself, or an arm differs where the benchmark does not declare it.
+        If a recipe contradicts itself, or an arm differs where the benchmark does not declare it or in the budget.
     """
     seed = spec.seeds[0] if seed is None else seed
     plain = _without_limit(spec)
@@ -180,6 +188,7 @@ def resolve_benchmark_configs(spec: BenchmarkConfig, seed: int | None = None) ->
     arms = [(arm, recipe, leaf_diff(common.to_mapping(), recipe.to_mapping()))
             for arm, recipe in zip(spec.arms, recipes, strict=True)]
     _refuse_undeclared(spec, arms)
+    _refuse_other_limits(spec, arms)
     return common, _cold_start(spec, plain, seed), arms
 
 # %% ../../nbs/70a_evaluation.design.ipynb #design
@@ -293,14 +302,13 @@ def _objective(config: RunConfig) -> dict[str, Any]:
 
 def plan_rows(design: Design) -> tuple[tuple[str, ...], list[list[str]]]:
     """Header and rows of the plan's table: the cold start, if there is one, then every arm. Seeds differ in nothing here."""
-    most = "" if design.spec.budget_axis == "optimizer_steps" else "at most "
-
-    def row(name: str, config: RunConfig, limit: str, differences: str) -> list[str]:
+    def row(name: str, config: RunConfig, differences: str) -> list[str]:
         *values, steps = ("-" if value is None else str(value) for value in _objective(config).values())
-        return [name, *values, limit + steps, differences]
+        limited = config.total_steps and any(getattr(config.train, limit) is not None for limit in _LIMITS.values())
+        return [name, *values, f"at most {steps}" if limited else steps, differences]
 
-    cold = [row("(shared cold start)", config, "", "-") for config in list(design.cold.values())[:1]]
-    arms = [row(unit.arm.name, unit.config, most, str(len(unit.treatments))) for unit in design.units if unit.seed == design.seeds[0]]
+    cold = [row("(shared cold start)", config, "-") for config in list(design.cold.values())[:1]]
+    arms = [row(unit.arm.name, unit.config, str(len(unit.treatments))) for unit in design.units if unit.seed == design.seeds[0]]
     return PLAN_HEADER, cold + arms
 
 # %% ../../nbs/70a_evaluation.design.ipynb #plan-notes
@@ -314,6 +322,14 @@ def measured_tasks(config: RunConfig, split: str) -> int:
     return min(config.eval.tasks or environment.eval_tasks, held)
 
 
+_MEASURED_BY = ("environment.", "eval.", "rollout.max_")
+
+
+def measured_otherwise(paths: Iterable[str]) -> list[str]:
+    """Those of an arm's differences that change which tasks it is measured on, or how it may play them."""
+    return [path for path in paths if path.startswith(_MEASURED_BY) and path not in ("eval.enabled", "eval.split")]
+
+# %% ../../nbs/70a_evaluation.design.ipynb #plan-notes-kinds
 def _budget_notes(design: Design, arms: Sequence[ArmDesign]) -> Iterator[str]:
     spec = design.spec
     steps = {unit.arm.name: unit.config.total_steps for unit in arms}
@@ -334,8 +350,9 @@ def _design_notes(design: Design, arms: Sequence[ArmDesign]) -> Iterator[str]:
         yield "no cold start: every arm starts from fresh weights"
     if spec.eval_split == "train":
         yield "measured on the train split: the result says nothing about unseen tasks"
-    if len({measured_tasks(unit.config, spec.eval_split) for unit in arms}) > 1:
-        yield "arms are measured on different numbers of tasks"
+    for unit in arms:
+        if paths := measured_otherwise(unit.treatments):
+            yield f"{unit.arm.name} is measured on other tasks or under other rules than the common recipe: {', '.join(paths)}"
     seen: dict[str, str] = {}
     for unit in arms:
         same = compact_json([row for row in unit.diff if row["path"] not in HARNESS_PATHS])

@@ -171,8 +171,11 @@ _Record = TypeVar("_Record", bound=BaseModel)
 
 
 def _faults(model: type[BaseModel], error: ValidationError, data: Any) -> Iterator[tuple[str, str, str]]:
-    """Dotted path, sentence and hint of every fault."""
-    for fault in error.errors(include_url=False):
+    """Dotted path, sentence and hint of every fault; a list is not too short because an item of it is wrong."""
+    faults = error.errors(include_url=False)
+    for fault in faults:
+        if fault["type"] == "too_short" and any(other["loc"][:-1][: len(fault["loc"])] == fault["loc"] for other in faults):
+            continue
         path = ".".join(map(str, fault["loc"])).removesuffix(".[key]")
         value = _shown(_at(data, path)) if path else ""
         if fault["type"] == "conflict":
