@@ -71,7 +71,7 @@ def probe_grader(python: str, *, tokenizer: Path | None = None, texts: list[str]
     try:
         done = subprocess.run([python, "-I", "-B", "-c", _PROBE], input=json.dumps(asked), env=offline, cwd="/",
                               capture_output=True, text=True, timeout=seconds, check=True)
-        told = loads_strict(done.stdout.rpartition("\n")[2])
+        told = loads_strict(done.stdout.strip().rpartition("\n")[2])
         versions = told["versions"]
     except subprocess.CalledProcessError as error:
         last = (error.stderr or "").strip().rpartition("\n")[2][:200]
@@ -79,7 +79,7 @@ def probe_grader(python: str, *, tokenizer: Path | None = None, texts: list[str]
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"{name} does not answer within {seconds:g} s", hint="is it a Python interpreter?") from error
     except (OSError, ValueError, DataError, KeyError, TypeError) as error:
-        raise ConfigError(f"{name} is no Python that answers: {error}", hint="name a Python interpreter with torch and transformers") from error
+        raise ConfigError(f"{name} is no Python that answers: {getattr(error, 'strerror', None) or error}", hint="name a Python interpreter with torch and transformers") from error
     if missing := [name for name in ("safetensors", "torch", "transformers") if not versions.get(name)]:
         raise ConfigError(f"{name} lacks {', '.join(missing)}", hint="install the extra `train` there")
     return told
@@ -110,4 +110,5 @@ def isolation_of(config: CampaignConfig, probe: Callable[[], Any] | None = None)
     if wanted is not None and level < wanted:
         raise ConfigError(f"runtime.require_isolation = {wanted}: this machine reaches level {level}",
                           hint="run where bubblewrap or namespaces work, or ask for less")
-    return {"backend": "local", "level": level, "required": wanted}
+    told = found.to_record() if hasattr(found, "to_record") else {}
+    return {**told, "backend": "local", "level": level, "required": wanted}
