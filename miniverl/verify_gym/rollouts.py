@@ -68,7 +68,10 @@ class RolloutLog:
     header : what the first line says
     sync : force each line to the disk
 
-    Raises VerifyGymError where the file is no log, or the log of another run.
+    Raises
+    ------
+    VerifyGymError
+        The file is no log, or the log of another run.
     """
 
     def __init__(self, path: Path | str, header: Header, *, sync: bool = False) -> None:
