@@ -301,13 +301,14 @@ class ResponsesPolicy:
         self._route = Route(endpoint, _variable(environ, model_env, "runtime.policy.model_env"),
                             _variable(environ, credential_env, "runtime.policy.credential_env"))
         self._output_tokens, self._limits = _pick(limits, "output_tokens"), TrialLimits.of(limits)
-        self._instruction, self._requests, self._responses = instruction, 0, list[Response]()
+        self._instruction, self._requests = instruction, 0
+        self._told: list[tuple[int | None, int | None]] = []
 
     @property
     def usage(self) -> dict[str, Any]:
         """Requests that were sent, and the tokens that the provider reported; null where it reported none."""
-        totals = {name: _total([getattr(r, name) for r in self._responses]) for name in ("input_tokens", "output_tokens")}
-        return {"unit": "provider_tokens", "requests": self._requests, "responses": len(self._responses), **totals}
+        told = {"input_tokens": _total([i for i, _ in self._told]), "output_tokens": _total([o for _, o in self._told])}
+        return {"unit": "provider_tokens", "requests": self._requests, "responses": len(self._told), **told}
 
     def next(self, history: Sequence[Turn], seconds: float) -> Action | None:
         """Ask for the action after `history`, waiting at most `seconds`."""
@@ -335,7 +336,7 @@ def _next(policy: ResponsesPolicy, history: Sequence[Turn], seconds: float) -> A
     except PolicyError as error:
         policy._requests -= not error.sent
         raise
-    policy._responses.append(response)
+    policy._told.append((response.input_tokens, response.output_tokens))
     if policy._route.leaks(response.text):
         raise InvalidReply("the reply repeats the route or the credential, and was not kept")
     return reply_action(response)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .turns import STDOUT_CHARS, Action, Logbook, TrialLimits, Turn
 from .turns import clip, public_value
@@ -15,7 +15,8 @@ from ..core import DataError, compact_json
 
 # %% auto #0
 __all__ = ['MAX_SCORE_BYTES', 'ProgramAnswer', 'TrialEditor', 'EndReason', 'TrialEnd', 'InvalidReply', 'PromptLimit',
-           'ScriptFailed', 'TrialPolicy', 'describe', 'Told', 'run_program', 'run_evaluation', 'Trial']
+           'ScriptFailed', 'TrialPolicy', 'NotKept', 'Kept', 'describe', 'Told', 'run_program', 'run_evaluation',
+           'Trial']
 
 # %% ../../nbs/86_campaign.trial.ipynb #editor-contract
 class ProgramAnswer(Protocol):
@@ -131,6 +132,29 @@ class TrialPolicy(Protocol):
 
     def next(self, history: Sequence[Turn], seconds: float) -> Action | None: ...
 
+# %% ../../nbs/86_campaign.trial.ipynb #kept
+class NotKept(DataError):
+    """An editor carried out an edit and did not put the weights aside."""
+
+
+class Kept(NamedTuple):
+    """Weights that an editor put aside: their digest and size; no digest stands for the original weights."""
+
+    sha256: str | None
+    size: int
+
+
+def _kept(checkpoint: Any, changed: Mapping[str, Any], current: str | None) -> Kept:
+    """What is current after a program that worked; NotKept if its weights were not put aside."""
+    if checkpoint is None and changed and current is None:
+        raise NotKept("the editor kept no checkpoint of the edit", hint="look for free space where the editor works")
+    if checkpoint is None:
+        return Kept(None if changed else current, 0)
+    sha256, size = checkpoint["sha256"], checkpoint["bytes"]
+    if not isinstance(sha256, str) or len(sha256) != 64 or type(size) is not int or size < 0:
+        raise DataError("the editor named no checkpoint", hint="see the protocol of the editor")
+    return Kept(sha256, size)
+
 # %% ../../nbs/86_campaign.trial.ipynb #told
 def describe(error: object) -> str:
     """An error with its kind and hint, as bounded text."""
@@ -146,7 +170,7 @@ class Told:
     status: str
     result: Mapping[str, Any] = field(default_factory=dict)
     detail: str | None = None
-    kept: Mapping[str, Any] | None = None
+    kept: Kept | None = None
     end: EndReason | None = None
 
 
@@ -156,22 +180,23 @@ def _editor_failed(error: Exception) -> Told:
     return Told("unknown", {"error_type": clip(type(error).__name__, 80)}, describe(error), end=reason)
 
 # %% ../../nbs/86_campaign.trial.ipynb #run-program
-def run_program(editor: TrialEditor, source: str, seconds: float) -> Told:
-    """Let an editor run a program, and tell what came of it."""
+MAX_SCORE_BYTES = 262_144
+
+
+def run_program(editor: TrialEditor, source: str, seconds: float, current: str | None = None) -> Told:
+    """Let an editor run a program, and tell what came of it; `current` is the checkpoint before it."""
     try:
         answer = editor.python(source, seconds)
-        result: dict[str, Any] = {"stdout": clip(answer.stdout or "", STDOUT_CHARS), "changed": public_value(answer.changed or {})}
-        if answer.ok and answer.checkpoint is None and answer.changed:
-            return Told("failed", result, "the editor kept no checkpoint of the edit", end=EndReason.CHECKPOINT_FAILED)
+        result: dict[str, Any] = {"stdout": clip(answer.stdout or "", STDOUT_CHARS), "changed": {}}
         if answer.ok:
-            return Told("ok", result, kept=answer.checkpoint)
-        result |= {"changed": {}, "error_type": clip(str(answer.error_type or "Error"), 80)}
+            changed = public_value(answer.changed or {})
+            return Told("ok", result | {"changed": changed}, kept=_kept(answer.checkpoint, changed, current))
+        result["error_type"] = clip(str(answer.error_type or "Error"), 80)
         return Told("timed_out" if answer.timed_out else "failed", result, clip(str(answer.error or ""), STDOUT_CHARS))
+    except NotKept as error:
+        return Told("unknown", {"error_type": "NotKept"}, describe(error), end=EndReason.CHECKPOINT_FAILED)
     except Exception as error:
         return _editor_failed(error)
-
-
-MAX_SCORE_BYTES = 262_144
 
 
 def run_evaluation(editor: TrialEditor, seconds: float) -> Told:
@@ -261,7 +286,7 @@ def _step(trial: Trial) -> None:
 def _take(trial: Trial, action: Action, seconds: float) -> Told:
     """Carry out one action within `seconds`."""
     if action.kind == "python":
-        return run_program(trial.editor, action.source or "", seconds)
+        return run_program(trial.editor, action.source or "", seconds, trial.logbook.checkpoint)
     if action.kind == "submit":
         return Told("ok", end=EndReason.SUBMITTED)
     if trial.evaluations >= trial.limits.evaluations:
@@ -273,8 +298,8 @@ def _take(trial: Trial, action: Action, seconds: float) -> Told:
 def _settle(trial: Trial, action: Action | None, told: Told) -> None:
     """Record a turn, and leave the loop if it was the last."""
     book = trial.logbook
-    if told.kept is not None and told.kept["sha256"] != book.checkpoint:
-        book.keep(told.kept["sha256"], told.kept["bytes"], told.result["changed"])
+    if told.kept is not None and told.kept.sha256 != book.checkpoint:
+        book.keep(told.kept.sha256, told.kept.size, told.result["changed"])
     turn = Turn(len(trial.history) + 1, action, told.status, told.result, told.detail,
                 trial.limits.evaluations - trial.evaluations, book.checkpoint)
     book.add(turn)

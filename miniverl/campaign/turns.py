@@ -193,8 +193,8 @@ class Logbook:
         record = write_record(path, schema, self.manifest_sha256, self.trial, dict(body), previous=self.previous)
         self.previous = record_sha256(record)
 
-    def keep(self, sha256: str, size: int, changed: Mapping[str, int]) -> None:
-        """Record that the weights with this digest are now current."""
+    def keep(self, sha256: str | None, size: int, changed: Mapping[str, int]) -> None:
+        """Record that the weights with this digest are now current; None for the original ones."""
         self._kept += 1
         body = {"index": self._kept, "sha256": sha256, "bytes": size, "parent": self.checkpoint, "changed": dict(changed)}
         self._write(self.checkpoints / f"{self._kept:04d}.json", "wsm.checkpoint.v1", body)
