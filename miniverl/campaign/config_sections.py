@@ -19,11 +19,10 @@ __all__ = ['FORMAT', 'MODAL_MODEL', 'Identifier', 'Sha256', 'Text', 'Money', 'Da
            'Thresholds', 'Review', 'Task']
 
 # %% ../../nbs/83a_campaign.config_sections.ipynb #constants
-FORMAT = "wsm.benchmark.v1"
-"""Format of the configuration and of the campaign made from it."""
+FORMAT = "wsm.benchmark.v1"  # of the configuration, and of the campaign made from it
 
+# id and revision of the one model that the Modal backend takes; assumed, because no published guide could be read
 MODAL_MODEL = ("HuggingFaceTB/SmolLM2-135M-Instruct", "12fd25f77366fa6b3b4b768ec3050bf629380bac")
-"""Id and revision of the one model that the Modal backend takes; assumed, because no published guide could be read."""
 
 # %% ../../nbs/83a_campaign.config_sections.ipynb #identifier
 _SAFE = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")

@@ -36,12 +36,10 @@ def _regression() -> list[Case]:
     return [dict(zip(("prompt", "target"), pair.split("|"), strict=True)) for pair in pairs]
 
 
-WORD = "abc"
-"""The letters that the family `cycle` goes round in."""
+WORD = "abc"  # the letters that the family `cycle` goes round in
 
 CASES = {"echo.public": _echo("aegkor", 4, 2), "echo.private": _echo("bdhmstvz", 5, 3),
          "cycle.public": _cycle(WORD, [5], 2), "cycle.private": _cycle(WORD, [4, 7, 9], 3), "regression": _regression()}
-"""Case files of the example."""
 
 # %% ../../nbs/89b_campaign.fixture.ipynb #scripts
 _DAMP = """for name, weight in model.weights.items():
@@ -58,7 +56,6 @@ print(f"logits scaled by {factor:.2f}")
 """
 
 SCRIPTS = {"echo": _DAMP.format(factor=0.5), "cycle": _SOFTEN}
-"""Scripted baseline of each family."""
 
 # %% ../../nbs/89b_campaign.fixture.ipynb #keys
 _MATRIX = "model.layers.1.mlp.down_proj"
