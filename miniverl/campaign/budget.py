@@ -60,7 +60,10 @@ class Reservation:
 
 # %% ../../nbs/85b_campaign.budget.ipynb #reservation-for
 def _script_actions(manifest: Mapping[str, Any], task: str) -> int:
-    return next(int(entry["script"]["actions"]) for entry in manifest["tasks"] if entry["id"] == task)
+    for entry in manifest["tasks"]:
+        if entry["id"] == task:
+            return int(entry["script"]["actions"])
+    raise DataError(f"{task!r} is no task of this campaign", hint="tasks are listed in the manifest")
 
 
 def reservation_for(manifest: Mapping[str, Any], trial: TrialSpec) -> Reservation:

@@ -69,9 +69,10 @@ def package_digest(root: str | os.PathLike[str] | None = None) -> str:
     return digest(files)
 
 
-def controller_versions() -> dict[str, str | None]:
-    """Versions of what runs in this process."""
-    return {"python": platform.python_version(), "miniverl": miniverl.__version__, **package_versions(PACKAGES)}
+def controller_versions() -> dict[str, Any]:
+    """What runs in this process, in the form in which the grader's interpreter tells the same of itself."""
+    return {"python": platform.python_version(), "implementation": platform.python_implementation(),
+            "versions": package_versions(PACKAGES)}
 
 # %% ../../nbs/85a_campaign.manifest.ipynb #route
 def route_fingerprint(endpoint: str, key: str) -> str:
@@ -282,6 +283,9 @@ class Campaign:
 _MOVED = "the campaign was changed after it was sealed; nothing can be run, graded or reported from it"
 
 
+_SEAL = {"schema", "format", "manifest_sha256", "restricted_config_sha256", "created_at"}
+
+
 def _sealed(path: Path, sha256: Any) -> dict[str, Any]:
     """A canonical record with a known digest."""
     if path.is_symlink() or not path.is_file() or sha256_file(path) != sha256:
@@ -328,8 +332,10 @@ def open_campaign(root: str | os.PathLike[str]) -> Campaign:
     if not os.path.lexists(layout.seal):
         raise StoreError(f"{root} is not a prepared campaign: it has no seal", hint="run `miniverl campaign prepare` with a new folder")
     seal = read_canonical(layout.seal)
-    manifest = _sealed(layout.manifest, seal.get("manifest_sha256"))
-    restricted = _sealed(layout.restricted_config, seal.get("restricted_config_sha256"))
+    if set(seal) != _SEAL or seal["schema"] != Schema.SEAL:
+        raise DataError(f"{layout.seal} is no seal of this format", hint=_MOVED)
+    manifest = _sealed(layout.manifest, seal["manifest_sha256"])
+    restricted = _sealed(layout.restricted_config, seal["restricted_config_sha256"])
     if manifest.get("restricted_config_sha256") != seal["restricted_config_sha256"] or manifest.get("schema") != Schema.MANIFEST:
         raise DataError(f"{layout.manifest} and {layout.seal} do not belong together", hint=_MOVED)
     campaign = Campaign(layout, manifest, restricted, seal)

@@ -178,10 +178,11 @@ def controller_lock(root: _Pathish) -> Iterator[None]:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.fchmod(handle, 0o600)
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise LockError(f"another controller works on {root}", hint="wait for it, or stop it") from error
         yield
-    except BlockingIOError as error:
-        raise LockError(f"another controller works on {root}", hint="wait for it, or stop it") from error
     finally:
         os.close(handle)
 
