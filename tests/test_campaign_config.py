@@ -316,7 +316,7 @@ def test_links_count_only_inside_a_hub_cache(tmp_path):
     assert model_identity(snapshot) == model_identity(plain)
     outside = folder_of(tmp_path / "out", w=b"weights") / "w"
     for place in (plain, snapshot):
-        for target in (outside, outside.parent, tmp_path / "gone"):
+        for target in (outside, outside.parent, tmp_path / "gone", place / "link"):
             (place / "link").symlink_to(target)
             assert "model.path" in refusal(model_identity, place)
             (place / "link").unlink()
@@ -325,7 +325,8 @@ def test_links_count_only_inside_a_hub_cache(tmp_path):
 
 
 def test_what_is_no_model_folder(tmp_path):
-    assert "no folder" in refusal(model_identity, tmp_path / "gone")
+    for path in (tmp_path / "gone", tmp_path / ("x" * 300), tmp_path / "a\0b"):
+        assert "no folder" in refusal(model_identity, path)
     assert "empty" in refusal(model_identity, folder_of(tmp_path / "empty"))
     os.mkfifo(folder_of(tmp_path / "pipe") / "w")
     assert "no regular file" in refusal(model_identity, tmp_path / "pipe")

@@ -481,3 +481,45 @@ def test_each_floor_counts_and_is_reached_by_equality(complete, name):
 def test_three_tasks_reach_the_floor_and_are_not_enough(complete):
     label, reasons = label_of(complete, replace(ENOUGH, tasks_per_family=3), "modal")
     assert (label, reasons) == ("exploratory", ("a family has 3 of at least 4 tasks",))
+
+
+JUNK = [
+    "",
+    "{}",
+    "null",
+    "1e999",
+    "[" * 20_000,
+    '"\\ud800"',
+    "\ufeff[]",
+    "(" * 3_000,
+    '[{"prompt": "p", "target": "t"}]',
+]
+
+
+@pytest.mark.parametrize("text", JUNK, ids=range(len(JUNK)))
+def test_junk_in_any_file_is_refused_or_read_and_never_a_traceback(campaign, text):
+    echo = campaign.data["tasks"][0]
+    for ref in (
+        echo["public"],
+        echo["private"],
+        campaign.data["regression"],
+        campaign.data["runtime"]["actions"],
+        echo["script"],
+    ):
+        before = (campaign.folder / ref["path"]).read_text()
+        campaign.write(ref, text)
+        try:
+            campaign.check()
+        except ConfigError as error:
+            assert len(error.render().splitlines()) == 2
+        campaign.write(ref, before)
+    for name, field in (("config.json", "model.path"), ("tokenizer.json", "runtime.grader_python")):
+        path = campaign.folder / "model" / name
+        before = path.read_text()
+        path.write_text(text)
+        campaign.pin_model()
+        if (name, text) == ("config.json", "{}"):
+            campaign.check()  # names no limit of the context; loading it is another stage
+        else:
+            campaign.refused(field)
+        path.write_text(before)

@@ -245,7 +245,7 @@ def _model_files(folder: Path, field: str) -> Iterator[tuple[str, Path]]:
     for place, folders, names in os.walk(folder, onerror=refuse):
         for path in (Path(place, name) for name in (*folders, *names)):
             name = path.relative_to(folder).as_posix()
-            if path.is_symlink() and (root is None or not path.resolve().is_relative_to(root) or not path.is_file()):
+            if path.is_symlink() and (root is None or not path.is_file() or not path.resolve().is_relative_to(root)):
                 raise ConfigError(f"{field}: {name!r:.80} is a link that leaves the model's own folder",
                                   hint="copy the file; only links inside a hub cache's models--* folder are followed")
             if path.is_dir():
@@ -268,8 +268,8 @@ def model_identity(folder: str | os.PathLike[str], field: str = "model.path") ->
         Names `field` if the folder is missing or empty, or holds a foreign link or something that is no file.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ConfigError(f"{field} = {str(folder)!r} is no folder", hint="name the folder of the snapshot")
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{field} = {str(folder)!r:.200} is no folder", hint="name the folder of the snapshot")
     try:
         files = dict(sorted((name, sha256_file(path)) for name, path in _model_files(folder, field)))
         if not files:
