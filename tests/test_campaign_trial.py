@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from responses_server import Server
 from miniverl.campaign import policy, trial, turns
 from miniverl.campaign.policy import ResponsesPolicy, ScriptPolicy, TapePolicy
 from miniverl.campaign.records import read_record
-from miniverl.campaign.trial import EndReason, Trial
+from miniverl.campaign.trial import EndReason, NotScored, Trial
 from miniverl.campaign.turns import Action, Logbook, TrialLimits, public_value
 from miniverl.core import StoreError, compact_json, sha256_bytes
 
@@ -315,19 +315,24 @@ def test_a_policy_that_thinks_too_long_starts_no_action(tmp_path):
 
 
 class Failing(Editor):
-    def __init__(self, fault=None, answer=None, score=None):
+    def __init__(self, trouble=None, answer=None, score=None):
         super().__init__()
-        self.fault, self.answer, self.score = fault, answer, score
+        self.trouble, self.answer, self.score = trouble, answer, score
 
     def python(self, source, seconds):
-        if self.fault:
-            raise self.fault
+        if self.trouble:
+            raise self.trouble
         return self.answer
 
     def evaluate(self, seconds):
-        if self.fault:
-            raise self.fault
+        if self.trouble:
+            raise self.trouble
         return self.score
+
+
+class Blind(Editor):
+    def evaluate(self, seconds):
+        raise NotScored("the weights give no number", hint="undo the last edit")
 
 
 @pytest.mark.parametrize("action", [GOOD, LOOK])
@@ -344,6 +349,36 @@ def test_an_editor_that_fails_ends_the_trial_and_says_nothing_in_public(tmp_path
 def test_an_edit_whose_checkpoint_is_lost_ends_the_trial(tmp_path):
     played = Played(tmp_path, [GOOD, DONE], editor=Failing(answer=Answer(changed={"a": 1})))
     assert (played.end.reason, played.end.exportable, played.kept) == (EndReason.CHECKPOINT_FAILED, False, [])
+
+
+def test_weights_that_give_no_score_are_the_agents_affair(tmp_path):
+    played = Played(tmp_path, [GOOD, LOOK, HARMFUL, DONE], editor=Blind())
+    assert [turn["status"] for turn in played.turns] == ["ok", "failed", "ok", "ok"] and played.end.exportable
+    assert played.turns[1]["result"] == {"error_type": "NotScored"} and played.turns[1]["evaluations_left"] == 1
+    assert played.trial.history[1].detail.startswith("NotScored: the weights give no number")
+
+
+def test_an_editor_that_could_not_bring_a_checkpoint_out_ends_the_trial(tmp_path):
+    class Parted(Failing):
+        def python(self, source, seconds):
+            self.fault = OSError("no receipt")
+            self.fault.detail = "CANARY"
+            raise self.fault
+
+    played = Played(tmp_path, [GOOD, DONE], editor=Parted())
+    assert played.end.reason == EndReason.CHECKPOINT_FAILED and len(played.turns) == 1
+    assert "CANARY" in played.end.error and "CANARY" not in played.text
+
+
+def test_an_edit_that_leads_back_to_the_original_weights_needs_no_checkpoint(tmp_path):
+    class Sparse(Editor):
+        def python(self, source, seconds):
+            answer = super().python(source, seconds)
+            return replace(answer, checkpoint=None) if self.weights == {"a": 1.0, "b": 1.0} else answer
+
+    played = Played(tmp_path, [GOOD, python("w['a'] = 1.0"), python("pass"), DONE], editor=Sparse())
+    assert [kept["sha256"] is None for kept in played.kept] == [False, True] and played.end.checkpoint is None
+    assert [turn["checkpoint"] is None for turn in played.turns] == [False, True, True, True] and played.end.exportable
 
 
 @pytest.mark.parametrize("score", [None, [], "low", {"x": "y" * 40_000, "z": ["y" * 16_000] * 20}])

@@ -21,14 +21,29 @@ from ..core import BackendError, ConfigError, DataError, JsonLimits, compact_jso
 from ..core import loads_strict
 
 # %% auto #0
-__all__ = ['RULES', 'REPLY_BYTES', 'TapePolicy', 'ScriptPolicy', 'conversation', 'PolicyError', 'exchange', 'Response',
-           'read_response', 'reply_action', 'Route', 'ResponsesPolicy']
+__all__ = ['RULES', 'REPLY_BYTES', 'tape_actions', 'TapePolicy', 'ScriptPolicy', 'conversation', 'PolicyError', 'exchange',
+           'Response', 'read_response', 'reply_action', 'Route', 'ResponsesPolicy']
+
+# %% ../../nbs/86a_campaign.policy.ipynb #tape-actions
+def tape_actions(actions: Sequence[Action | Mapping[str, Any]], output_tokens: int | None = None) -> list[Action]:
+    """The actions of a tape; ConfigError if an entry is no action or has more than four bytes for each of `output_tokens`."""
+    try:
+        read = [a if isinstance(a, Action) else read_action(a, f"actions.{i}") for i, a in enumerate(actions)]
+    except DataError as error:
+        raise ConfigError(error.message, hint=error.hint) from error
+    most = None if output_tokens is None else BYTES_PER_OUTPUT_TOKEN * output_tokens
+    for i, action in enumerate(read):
+        if most is not None and action.size > most:
+            raise ConfigError(f"actions.{i}: {action.size} bytes of source exceed the allowance of {most}",
+                              hint=f"{BYTES_PER_OUTPUT_TOKEN} bytes for each of limits.output_tokens")
+    return read
+
+
+def _byte_usage(played: Sequence[Action]) -> dict[str, Any]:
+    """What was played, in the only unit that it has."""
+    return {"unit": "utf8_bytes", "actions": len(played), "bytes": sum(action.size for action in played), "provider_tokens": None}
 
 # %% ../../nbs/86a_campaign.policy.ipynb #tape
-def _byte_usage(actions: int, size: int) -> dict[str, Any]:
-    return {"unit": "utf8_bytes", "actions": actions, "bytes": size, "provider_tokens": None}
-
-
 class TapePolicy:
     """Plays actions that were written beforehand.
 
@@ -37,30 +52,21 @@ class TapePolicy:
     actions
         `Action`s, or the objects of a tape file.
     output_tokens
-        Allowance of one reply; an action with more than four bytes for each token is refused. None refuses nothing.
+        Allowance of one reply; None refuses nothing.
 
     Raises
     ------
     ConfigError
-        If an entry is no action or exceeds the allowance.
+        As `tape_actions`.
     """
 
     def __init__(self, actions: Sequence[Action | Mapping[str, Any]], output_tokens: int | None = None) -> None:
-        try:
-            self._actions = [a if isinstance(a, Action) else read_action(a, f"actions.{i}") for i, a in enumerate(actions)]
-        except DataError as error:
-            raise ConfigError(error.message, hint=error.hint) from error
-        most = None if output_tokens is None else BYTES_PER_OUTPUT_TOKEN * output_tokens
-        for i, action in enumerate(self._actions):
-            if most is not None and action.size > most:
-                raise ConfigError(f"actions.{i}: {action.size} bytes of source exceed the allowance of {most}",
-                                  hint=f"{BYTES_PER_OUTPUT_TOKEN} bytes for each of limits.output_tokens")
-        self._played = 0
+        self._actions, self._played = tape_actions(actions, output_tokens), 0
 
     @property
     def usage(self) -> dict[str, Any]:
         """What was played so far."""
-        return _byte_usage(self._played, sum(action.size for action in self._actions[:self._played]))
+        return _byte_usage(self._actions[:self._played])
 
     def next(self, history: Sequence[Turn], seconds: float) -> Action | None:
         """The action after those in `history`, or None at the end of the tape."""
@@ -80,21 +86,20 @@ class ScriptPolicy:
     """
 
     def __init__(self, source: str) -> None:
-        self._action = read_action({"kind": "python", "source": source}, "script")
-        self._played = 0
+        self._actions, self._played = [read_action({"kind": "python", "source": source}, "script"), Action("submit")], 0
 
     @property
     def usage(self) -> dict[str, Any]:
         """What was played so far."""
-        return _byte_usage(self._played, self._action.size if self._played else 0)
+        return _byte_usage(self._actions[:self._played])
 
     def next(self, history: Sequence[Turn], seconds: float) -> Action | None:
         """The program, then the submission."""
         if history and history[0].status != "ok":
             raise ScriptFailed(f"the script ended as {history[0].status}: {history[0].detail or 'no message'}",
                                hint="a baseline that fails has no result; correct the script in a new campaign")
-        self._played = len(history) + 1
-        return Action("submit") if history else self._action
+        self._played = len(history[:1]) + 1
+        return self._actions[self._played - 1]
 
 # %% ../../nbs/86a_campaign.policy.ipynb #conversation
 RULES = """You edit the weights of a language model to improve it on a task. Reply with exactly one JSON object and no other text:
@@ -110,9 +115,16 @@ def _said(turn: Turn) -> str:
     return str(turn.result.get("reply", "")) if turn.action is None else compact_json(turn.action.to_record())
 
 
+def _readable(value: Any) -> Any:
+    """`value` without the hexadecimal twins of its figures, which a model pays for and cannot read."""
+    if isinstance(value, Mapping):
+        return {key: _readable(item) for key, item in value.items() if not key.endswith("_hex")}
+    return [_readable(item) for item in value] if isinstance(value, list) else value
+
+
 def _observed(turn: Turn, limits: TrialLimits) -> str:
     """What the model is told of a turn."""
-    told = {} if turn.action is None else dict(turn.result)
+    told = {} if turn.action is None else _readable(turn.result)
     return compact_json({"status": turn.status, "result": told, "error": turn.detail,
                          "turns_left": limits.turns - turn.index, "evaluations_left": turn.evaluations_left})
 

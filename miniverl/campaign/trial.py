@@ -14,7 +14,7 @@ from .turns import clip, public_value
 from ..core import DataError, compact_json
 
 # %% auto #0
-__all__ = ['MAX_SCORE_BYTES', 'ProgramAnswer', 'TrialEditor', 'EndReason', 'TrialEnd', 'InvalidReply', 'PromptLimit',
+__all__ = ['MAX_SCORE_BYTES', 'ProgramAnswer', 'NotScored', 'TrialEditor', 'EndReason', 'TrialEnd', 'InvalidReply', 'PromptLimit',
            'ScriptFailed', 'TrialPolicy', 'NotKept', 'Kept', 'describe', 'Told', 'run_program', 'run_evaluation',
            'Trial']
 
@@ -38,8 +38,12 @@ class ProgramAnswer(Protocol):
     def checkpoint(self) -> Mapping[str, Any] | None: ...
 
 
+class NotScored(DataError):
+    """The editor works, and the current weights give no score."""
+
+
 class TrialEditor(Protocol):
-    """The part of an editor that a trial uses."""
+    """The part of an editor that a trial uses; `evaluate` raises NotScored for weights that give no score."""
 
     def python(self, source: str, seconds: float) -> ProgramAnswer: ...
 
@@ -157,10 +161,10 @@ def _kept(checkpoint: Any, changed: Mapping[str, Any], current: str | None) -> K
 
 # %% ../../nbs/86_campaign.trial.ipynb #told
 def describe(error: object) -> str:
-    """An error with its kind and hint, as bounded text."""
-    hint = getattr(error, "hint", "")
+    """An error with its kind, hint and detail, as bounded text."""
     text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else str(error)
-    return clip(f"{text} ({hint})" if hint else text, STDOUT_CHARS)
+    more = [getattr(error, name, "") for name in ("hint", "detail")]
+    return clip("\n".join([text, *(str(part) for part in more if part)]), STDOUT_CHARS)
 
 
 @dataclass(frozen=True)
@@ -174,9 +178,11 @@ class Told:
     end: EndReason | None = None
 
 
-def _editor_failed(error: Exception) -> Told:
-    """The turn during which the editor itself failed."""
+def _editor_failed(editor: TrialEditor, error: Exception) -> Told:
+    """The turn during which the editor itself failed, or failed to keep a checkpoint."""
     reason = EndReason.EDITOR_TIMEOUT if isinstance(error, TimeoutError) else EndReason.EDITOR_ERROR
+    if isinstance(error, NotKept) or getattr(editor, "fault", None) is not None:
+        reason = EndReason.CHECKPOINT_FAILED
     return Told("unknown", {"error_type": clip(type(error).__name__, 80)}, describe(error), end=reason)
 
 # %% ../../nbs/86_campaign.trial.ipynb #run-program
@@ -193,10 +199,8 @@ def run_program(editor: TrialEditor, source: str, seconds: float, current: str |
             return Told("ok", result | {"changed": changed}, kept=_kept(answer.checkpoint, changed, current))
         result["error_type"] = clip(str(answer.error_type or "Error"), 80)
         return Told("timed_out" if answer.timed_out else "failed", result, clip(str(answer.error or ""), STDOUT_CHARS))
-    except NotKept as error:
-        return Told("unknown", {"error_type": "NotKept"}, describe(error), end=EndReason.CHECKPOINT_FAILED)
     except Exception as error:
-        return _editor_failed(error)
+        return _editor_failed(editor, error)
 
 
 def run_evaluation(editor: TrialEditor, seconds: float) -> Told:
@@ -206,8 +210,10 @@ def run_evaluation(editor: TrialEditor, seconds: float) -> Told:
         if not isinstance(score, dict) or len(compact_json(score)) > MAX_SCORE_BYTES:
             raise DataError("the editor answered an evaluation with no score", hint="see the protocol of the editor")
         return Told("ok", score)
+    except NotScored as error:
+        return Told("failed", {"error_type": "NotScored"}, describe(error))
     except Exception as error:
-        return _editor_failed(error)
+        return _editor_failed(editor, error)
 
 # %% ../../nbs/86_campaign.trial.ipynb #trial
 class _Ended(Exception):
