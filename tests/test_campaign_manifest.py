@@ -255,6 +255,17 @@ def test_what_changes_between_the_check_and_the_copy_is_noticed(tmp_path, monkey
     assert not (tmp_path / "campaign").exists()
 
 
+def test_a_model_file_that_would_be_taken_for_a_leftover_is_refused(tmp_path):
+    config = write_config(tmp_path / "source")
+    (tmp_path / "source" / "model" / ".tmp-weights").write_text("x")
+    data = json.loads(config.read_text())
+    data["model"]["sha256"] = model_identity(tmp_path / "source" / "model")[0]
+    config.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match="model.path"):
+        freeze(config, tmp_path / "campaign")
+    assert not (tmp_path / "campaign").exists()
+
+
 @pytest.mark.parametrize("kind", ["campaign", "empty folder", "file", "dangling link"])
 def test_a_campaign_is_prepared_in_a_new_folder_only(tmp_path, kind):
     config, out = write_config(tmp_path / "source"), tmp_path / "out"
@@ -349,7 +360,8 @@ def test_files_of_two_campaigns_do_not_mix(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "what", ["extra input", "extra model file", "link in the model", "removed input", "link as input"]
+    "what",
+    ["extra input", "extra model file", "hidden model file", "link in the model", "removed input", "link as input"],
 )
 def test_nothing_may_be_added_removed_or_redirected(campaign, what):
     layout = campaign.layout
@@ -360,6 +372,7 @@ def test_nothing_may_be_added_removed_or_redirected(campaign, what):
     added = {
         "extra input": (layout.inputs / ("0" * 64), lambda p: p.write_text("x")),
         "extra model file": (layout.snapshot / "tokenizer.json", lambda p: p.write_text("{}")),
+        "hidden model file": (layout.snapshot / ".tmp-config.json", lambda p: p.write_text("{}")),
         "link in the model": (layout.snapshot / "generation.json", lambda p: p.symlink_to(elsewhere)),
         "removed input": (blob, lambda p: p.unlink()),
         "link as input": (blob, lambda p: (p.unlink(), p.symlink_to(elsewhere))),
@@ -399,3 +412,19 @@ def test_a_relative_configuration_is_resolved_at_its_file_and_bound_absolutely(t
     assert campaign.restricted["folder"] == str(tmp_path / "source")
     assert campaign.restricted["retained"]["regression"]["source"] == str(tmp_path / "source" / "regression.json")
     assert campaign.config.model_dump() == load_config(config).model_dump()
+
+
+@pytest.mark.slow
+def test_the_sealed_environment_is_the_one_in_which_the_grader_computes(tmp_path):
+    """The probe and the grader start the same interpreter in different ways; they must see the same numbers."""
+    pytest.importorskip("torch")
+    from miniverl.campaign.fixture import write_fixture
+    from miniverl.campaign.grading import GraderClient
+
+    config = write_fixture(tmp_path / "fixture")
+    campaign = open_campaign(prepare(config, tmp_path / "campaign", isolation=lambda: 0).root)
+    task = campaign.schedule[0].task
+    with GraderClient(campaign.restricted["grader_python"], campaign) as grader:
+        told = grader.pristine(task, 60).fingerprint
+    assert campaign.manifest["environment"]["threads"] == 1
+    assert {key: told[key] for key in campaign.manifest["environment"]} == campaign.manifest["environment"]

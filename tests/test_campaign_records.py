@@ -6,6 +6,10 @@ import ast
 import os
 import signal
 import stat
+import statistics
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -344,6 +348,16 @@ def test_the_artifact_must_be_a_file_of_its_own(tmp_path):
         completed_evidence(layout, SEALED, TRIAL)
 
 
+def test_a_record_costs_little_beside_the_disk(tmp_path):
+    """Processor time only: how long the disk needs to make two things durable is not ours."""
+    spent, last = [], None
+    for n in range(40):
+        start = time.process_time()
+        last = write_record(tmp_path / "h" / f"{n}.json", Schema.HISTORY, SEALED, TRIAL, {"text": "x" * 500}, last)
+        spent.append(time.process_time() - start)
+    assert statistics.median(spent) < 0.002
+
+
 # ---------------------------------------------------------------- outcomes and the crash matrix
 
 
@@ -455,12 +469,10 @@ def test_no_module_of_the_package_can_overwrite(path):
     for name in names:
         assert name not in ("os.rename", "os.replace", "os.renames", "shutil.move"), name
         assert not name.endswith((".rename", *ours)), name
+        assert not {"training", "evaluation"} & set(name.split(".")[:-1]), f"{name}: a higher floor, or a trainer"
 
 
 def test_modules_that_only_read_do_without_torch():
-    import subprocess
-    import sys
-
     code = (
         "import sys, miniverl.campaign.records, miniverl.campaign.evidence, miniverl.campaign.manifest, miniverl.campaign.budget\n"
         "print(sorted({'torch', 'transformers', 'safetensors'} & set(sys.modules)))"

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import miniverl
-from .config import BYTES_PER_OUTPUT_TOKEN, CampaignConfig, load_config, model_identity
+from .config import BYTES_PER_OUTPUT_TOKEN, CampaignConfig, load_config
 from .preflight import Preflight, preflight
 from .probe import PACKAGES, grader_path
-from .records import Layout, Schema, private_dir, publish, publish_copy, read_canonical
+from .records import TEMP, Layout, Schema, private_dir, publish, publish_copy, read_canonical
 from ..core import ConfigError, DataError, StoreError, canonical_json, compact_json, digest
 from ..core import loads_strict, package_versions, sha256_bytes, sha256_file, utc_now
 from ..portable import portable_payload
@@ -144,14 +144,12 @@ def _retain_files(layout: Layout, config: CampaignConfig) -> dict[str, dict[str,
     return kept
 
 # %% ../../nbs/85a_campaign.manifest.ipynb #retain-model
-def _retain_model(layout: Layout, config: CampaignConfig) -> dict[str, str]:
-    """Copy the files of the model and lay them out under their names; returns names and digests."""
+def _retain_model(layout: Layout, config: CampaignConfig, files: Mapping[str, str]) -> None:
+    """Copy the files of the model and lay them out under their names; `files` are names and digests, as preflight found them."""
     folder = config.resolved(config.model.path)
-    identity, files = model_identity(folder)
-    if identity != config.model.sha256:
-        raise ConfigError(f"model.sha256 = {config.model.sha256} is not the identity of the folder, which is {identity}",
-                          hint="look what changed in the model before you pin it anew")
     for name, sha256 in files.items():
+        if any(part.startswith(TEMP) for part in Path(name).parts):
+            raise ConfigError(f"model.path: {name!r:.80} has the name of a temporary file", hint="rename or remove it")
         if not (layout.inputs / sha256).exists():
             publish_copy(folder / name, layout.inputs / sha256, sha256)
         place = layout.snapshot / name
@@ -159,7 +157,6 @@ def _retain_model(layout: Layout, config: CampaignConfig) -> dict[str, str]:
         os.link(layout.inputs / sha256, place)
         fsync_dir(place.parent)
     publish(layout.model_index, canonical_json(files))
-    return files
 
 # %% ../../nbs/85a_campaign.manifest.ipynb #environment-probe
 _PROBE = """
@@ -234,7 +231,7 @@ def _freeze(layout: Layout, config: CampaignConfig, checked: Preflight, environm
     for folder in (layout.inputs, layout.snapshot, layout.trials):
         private_dir(folder)
     retained = _retain_files(layout, config)
-    _retain_model(layout, config)
+    _retain_model(layout, config, checked.model_files)
     restricted = restricted_body(config, retained, checked)
     restricted_sha256 = publish(layout.restricted_config, canonical_json(restricted))
     found = probe_environment(grader_path(config), layout.snapshot) if environment is None else environment
@@ -313,8 +310,8 @@ def _check_inputs(campaign: Campaign) -> None:
         if not place.is_file() or place.is_symlink() or not place.samefile(layout.inputs / sha256):
             _check_file(place, sha256, f"the model's {name}")
     found = {path.relative_to(layout.snapshot).as_posix() for path in layout.snapshot.rglob("*") if not path.is_dir()}
-    extra = sorted(found - files.keys()) + sorted({path.name for path in layout.inputs.iterdir()} - known.keys())
-    if extra := [name for name in extra if not name.startswith(".tmp-")]:
+    beside = {path.name for path in layout.inputs.iterdir() if not path.name.startswith(TEMP)}
+    if extra := sorted(found - files.keys()) + sorted(beside - known.keys()):
         raise DataError(f"{layout.restricted} holds {extra[0]!r:.80}, which was not sealed", hint=_MOVED)
 
 # %% ../../nbs/85a_campaign.manifest.ipynb #open-campaign
