@@ -25,7 +25,7 @@ __all__ = ['Case', 'TAPE_FORMAT', 'BYTES_PER_OUTPUT_TOKEN', 'Action', 'CampaignC
 _Found = Iterator[tuple[str, str]]
 
 
-def _runtime_faults(config: CampaignConfig) -> _Found:
+def _runtime_faults(config: _Tree) -> _Found:
     """Rules about the agent and the Modal backend."""
     runtime, model = config.runtime, config.model
     if (runtime.actions is None) == (runtime.policy is None):
@@ -44,7 +44,7 @@ def _runtime_faults(config: CampaignConfig) -> _Found:
                 yield f"budget.rates.{name}", "prices must be positive with the modal backend"
 
 
-def _task_faults(config: CampaignConfig) -> _Found:
+def _task_faults(config: _Tree) -> _Found:
     """Rules about the list of tasks."""
     if not config.tasks:
         yield "tasks", "at least one task is needed"
@@ -60,11 +60,8 @@ def _task_faults(config: CampaignConfig) -> _Found:
             yield f"tasks.{index}.scripted_stochastic", f"the family {task.family} declares otherwise in tasks.{other}"
 
 # %% ../../nbs/84_campaign.config.ipynb #tree
-class CampaignConfig(Section):
-    """Everything that is frozen before the first trial.
-
-    `load_config` reads one from a file; `from_mapping` makes one from plain data and a folder for relative paths.
-    """
+class _Tree(Section):
+    """The sections of a campaign's configuration."""
 
     format: Literal["wsm.benchmark.v1"] = Field(description="version of this format")
     name: Identifier = Field(description="name of the benchmark")
@@ -79,6 +76,13 @@ class CampaignConfig(Section):
     regression: FileRef = Field(description="unrelated completion cases")
     tasks: Annotated[tuple[Task, ...], Strict(False)] = Field(description="the tasks, in the order of the schedule")
     repetitions: Positive = Field(description="trials of the agent per task")
+
+# %% ../../nbs/84_campaign.config.ipynb #config
+class CampaignConfig(_Tree):
+    """Everything that is frozen before the first trial.
+
+    `load_config` reads one from a file; `from_mapping` makes one from plain data and a folder for relative paths.
+    """
 
     _folder: Path = PrivateAttr(default=Path())
 

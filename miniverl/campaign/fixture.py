@@ -157,7 +157,7 @@ def _settings(refs: Mapping[str, dict[str, str]], identity: str, seed: int, pyth
         "regression": refs["regression"], "tasks": _tasks(refs), "repetitions": 2,
     }
 
-# %% ../../nbs/89b_campaign.fixture.ipynb #write
+# %% ../../nbs/89b_campaign.fixture.ipynb #contents
 def _contents(model: Any) -> dict[str, tuple[str, str]]:
     """Name of a reference -> file and text."""
     found = {name: (f"{'public' if name.endswith('public') else 'private'}/{name}.json", canonical_json(cases)) for name, cases in CASES.items()}
@@ -165,7 +165,7 @@ def _contents(model: Any) -> dict[str, tuple[str, str]]:
     locked = "".join(f"{name}=={version}\n" for name, version in package_versions(_LOCKED).items())
     return found | {"actions": ("actions.json", canonical_json(tape_of(model))), "lock": ("requirements.lock", locked)}
 
-
+# %% ../../nbs/89b_campaign.fixture.ipynb #write
 def write_fixture(folder: str | os.PathLike[str], *, seed: int = 0, grader_python: str | None = None) -> Path:
     """Write a complete synthetic campaign into a new or empty folder; the configuration comes last.
 
