@@ -232,7 +232,7 @@ def parse_tape(config: CampaignConfig, data: bytes, field: str = "runtime.action
                 raise ConfigError(f"{field}: trials.{name}.{place}: {fault}", hint='for example {"kind": "submit"}')
     return tape["trials"]
 
-# %% ../../nbs/84_campaign.config.ipynb #identity
+# %% ../../nbs/84_campaign.config.ipynb #model-files
 def _hub_root(folder: Path) -> Path | None:
     """The `models--...` folder of a hub cache that holds `folder`, if there is one."""
     real = folder.resolve()
@@ -258,7 +258,7 @@ def _model_files(folder: Path, field: str) -> Iterator[tuple[str, Path]]:
                 raise ConfigError(f"{field}: {name!r:.80} is no regular file", hint="a snapshot holds plain files only")
             yield name, path
 
-
+# %% ../../nbs/84_campaign.config.ipynb #identity
 def model_identity(folder: str | os.PathLike[str], field: str = "model.path") -> tuple[str, dict[str, str]]:
     """Identity of a model folder.
 
