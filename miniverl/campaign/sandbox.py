@@ -7,286 +7,20 @@ import contextlib
 import json
 import mmap
 import os
-import select
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import jail
+from .launch import LEVELS, Bind, Closure, Jailed, Limits, SandboxLevel, clean_environment, command
+from .launch import first_line, give, last_words, python_binds, python_command
 from ..core import BackendError, ConfigError
 
 # %% auto #0
-__all__ = ['LEVELS', 'main', 'Limits', 'Bind', 'SandboxLevel', 'python_command', 'python_binds', 'clean_environment', 'give',
-           'command', 'Closure', 'Jailed', 'canary', 'breaches', 'probe', 'require']
-
-# %% ../../nbs/86b_campaign.sandbox.ipynb #records
-LEVELS = ("host", "limits", "filters", "namespaces")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Resource limits of the sandbox; bytes, counts and seconds of processor time, None for no limit."""
-
-    address_space: int | None = 4 << 30
-    file_size: int | None = 1 << 30
-    processes: int | None = 64
-    open_files: int | None = 256
-    processor_seconds: int | None = None
-
-    def plan(self) -> dict[str, int | None]:
-        """The limits under the names of the `resource` module."""
-        return {"AS": self.address_space, "FSIZE": self.file_size, "NPROC": self.processes, "NOFILE": self.open_files,
-                "CPU": self.processor_seconds, "CORE": 0}
-
-
-@dataclass(frozen=True)
-class Bind:
-    """A file or folder that the sandbox shows at `target` (level 3) or lets it open in place (level 2)."""
-
-    source: Path
-    target: str
-    write: bool = False
-
-    def inside(self, level: SandboxLevel | int) -> str:
-        """The path under which the editor finds it."""
-        return self.target if int(level) >= 3 else str(Path(self.source).resolve())
-
-# %% ../../nbs/86b_campaign.sandbox.ipynb #level
-@dataclass(frozen=True)
-class SandboxLevel:
-    """A level that was tried on this machine, and what the canary saw there."""
-
-    level: int
-    mechanism: str
-    canary: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-    def __int__(self) -> int:
-        return self.level
-
-    def to_record(self) -> dict[str, Any]:
-        """What the manifest keeps: level, names and findings; no path of the machine."""
-        return {**asdict(self), "name": LEVELS[self.level], "canary": dict(self.canary), "notes": list(self.notes)}
-
-# %% ../../nbs/86b_campaign.sandbox.ipynb #python-command
-def _packages() -> list[Path]:
-    """Folders with installed packages, in the order of the search path."""
-    names = [Path(p) for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
-    return list(dict.fromkeys(p.resolve() for p in names if p.is_dir()))
-
-
-def _package_root() -> Path:
-    return Path(jail.__file__).resolve().parents[1]
-
-
-_BOOT = """\
-import sys
-sys.path += {packages!r}
-import importlib.util as u
-spec = u.spec_from_file_location({name!r}, {root!r} + "/__init__.py", submodule_search_locations=[{root!r}])
-sys.modules[{name!r}] = u.module_from_spec(spec)
-spec.loader.exec_module(sys.modules[{name!r}])
-from {module} import main
-sys.exit(main(sys.argv[1:]))"""
-
-
-def python_command(module: str, *args: str, level: SandboxLevel | int = 0) -> list[str]:
-    """The command that runs `main()` of one of our modules with the same packages as here, and no start-up files of a site."""
-    root = f"/w/site/{_package_root().name}" if int(level) >= 3 else str(_package_root())
-    boot = _BOOT.format(packages=list(map(str, _packages())), root=root, name=_package_root().name, module=module)
-    return [os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", "-c", boot, *args]
-
-
-def python_binds() -> list[Bind]:
-    """What the interpreter of `python_command` has to find."""
-    places = [Path(sys.base_prefix).resolve(), *_packages()]
-    return [Bind(p, str(p)) for p in places] + [Bind(_package_root(), f"/w/site/{_package_root().name}")]
-
-# %% ../../nbs/86b_campaign.sandbox.ipynb #system
-_SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime")
-_LOOKS = ("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/sys/devices/system/cpu")
-_WRITABLE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/tmp", "/dev/shm")
-
-
-def _system() -> tuple[list[tuple[str, str, bool]], dict[str, str]]:
-    """Folders of the system to bind, and the links among them to repeat."""
-    binds, links = list[tuple[str, str, bool]](), {}
-    for name in filter(os.path.exists, _SYSTEM):
-        if os.path.islink(name) and os.path.isdir(name):
-            links[name] = os.readlink(name)
-        else:
-            binds.append((os.path.realpath(name), name, False))
-    return binds, links
-
-
-def _outermost(binds: Sequence[tuple[str, str, bool]]) -> list[tuple[str, str, bool]]:
-    """Without the binds that repeat, in place, what an earlier one shows already."""
-    kept = list[tuple[str, str, bool]]()
-    for source, target, write in sorted(binds, key=lambda b: b[1]):
-        above = [k for k in kept if target == k[1] or target.startswith(f"{k[1]}/")]
-        if not any(k[0] + target[len(k[1]):] == source and k[2] == write for k in above):
-            kept.append((source, target, write))
-    return kept
-
-# %% ../../nbs/86b_campaign.sandbox.ipynb #environment
-def clean_environment(home: str) -> dict[str, str]:
-    """The whole environment of a sandboxed Python: offline, one thread, fixed hash seed."""
-    return {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "USER": "editor", "LOGNAME": "editor",
-            "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-# %% ../../nbs/86b_campaign.sandbox.ipynb #command
-_OTHER_USER = 65534
-_JAIL = Path(jail.__file__).resolve()
-
-
-def _other_user(level: int) -> int | None:
-    return _OTHER_USER if level >= 3 and os.getuid() == 0 else None
-
-
-def give(folder: Path, level: SandboxLevel | int) -> None:
-    """Make a folder the work's own, where the work runs as another user."""
-    if (user := _other_user(int(level))) is not None:
-        os.chown(folder, user, user)
-
-
-def _files(level: int, binds: Sequence[Bind]) -> dict[str, list[str]] | None:
-    """Landlock rules: at level 3 the new root is readable as a whole, at level 2 only what was planned."""
-    if level < 2:
-        return None
-    writable = [b.inside(level) for b in binds if b.write]
-    if level >= 3:
-        return {"read": ["/"], "write": [*writable, *_WRITABLE]}
-    read = [os.path.realpath(p) for p in (*_SYSTEM, *_LOOKS[1:])] + ["/proc/self"]
-    return {"read": [*read, *(b.inside(level) for b in binds)], "write": [*writable, *_WRITABLE[:5]]}
-
-
-def command(level: SandboxLevel | int, argv: Sequence[str], binds: Sequence[Bind] = (), limits: Limits | None = None, *,
-            environment: Mapping[str, str] | None = None, cwd: str = "/", report: int | None = None) -> list[str]:
-    """The argument list that runs `argv` at a level, with the jail in front.
-
-    Parameters
-    ----------
-    level
-        A probed level, or the bare number (level 3 then means the system call).
-    binds
-        Files and folders beyond the system and those of `argv` itself; see `python_binds`.
-    environment, cwd
-        The whole environment, and the working folder as the work will name it.
-    report
-        Descriptor for the jail's report; the caller passes it on to the process.
-    """
-    number = int(level)
-    plan = {"level": number, "environment": dict(environment or {}), "cwd": cwd, "user": _other_user(number),
-            "limits": (limits or Limits()).plan() if number >= 1 else {}, "files": _files(number, binds), "calls": number >= 2}
-    head = [os.path.realpath(sys.executable), "-I", "-S", "-B"]
-    shown = _outermost([*_system()[0], *((str(Path(b.source).resolve()), b.target, b.write) for b in binds)])
-    if number >= 3 and isinstance(level, SandboxLevel) and level.mechanism == "bubblewrap":
-        inner = [*head, str(_JAIL), json.dumps({**plan, "inner": True}), *argv]
-        outer = {"report": report, "environment": {}, "level": 0}
-        return [*head, str(_JAIL), json.dumps(outer), *_bubblewrap(shown, inner)]
-    plan |= {"report": report, "namespaces": number >= 3, "binds": shown, "links": _system()[1]} if number >= 3 else {"report": report}
-    return [*head, str(_JAIL), json.dumps(plan), *argv]
-
-# %% ../../nbs/86b_campaign.sandbox.ipynb #bubblewrap
-def _parents(shown: Sequence[tuple[str, str, bool]]) -> list[str]:
-    """Folders above the targets, outermost first; bubblewrap would make them for root only."""
-    return sorted({str(p) for _, target, _ in shown for p in Path(target).parents if str(p) != "/"} - {t for _, t, _ in shown})
-
-
-def _bubblewrap(shown: Sequence[tuple[str, str, bool]], argv: Sequence[str]) -> list[str]:
-    own = (str(_JAIL), "/w/jail.py", False)
-    kinds = ["pid", "net", "ipc", "uts", *([] if os.getuid() == 0 else ["user"])]
-    words = [shutil.which("bwrap") or "bwrap", *(f"--unshare-{kind}" for kind in kinds)]
-    words += ["--die-with-parent", "--new-session", "--clearenv"]
-    for name in _parents([*shown, own]):
-        words += ["--perms", "0755", "--dir", name]
-    for name, goal in _system()[1].items():
-        words += ["--symlink", goal, name]
-    for source, target, write in [*shown, own]:
-        words += ["--bind" if write else "--ro-bind", source, target]
-    words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/", "--"]
-    return [*words, *("/w/jail.py" if word == str(_JAIL) else word for word in argv)]
-
-# %% ../../nbs/86b_campaign.sandbox.ipynb #jailed
-@dataclass(frozen=True)
-class Closure:
-    """How a sandboxed process ended; `closed` only if every process below it is known to be gone."""
-
-    closed: bool
-    exit: int | None = None
-    reaped: int = 0
-    error: str = ""
-
-    def to_record(self) -> dict[str, Any]:
-        """Without the error text, which may hold anything."""
-        return {"closed": self.closed, "exit": self.exit, "reaped": self.reaped}
-
-
-class Jailed:
-    """A started command with pipes `stdin`, `stdout`, `stderr`; see `command` for the arguments."""
-
-    def __init__(self, level: SandboxLevel | int, argv: Sequence[str], binds: Sequence[Bind] = (),
-                 limits: Limits | None = None, **more: Any) -> None:
-        self._report, writer = os.pipe()
-        try:
-            line = command(level, argv, binds, limits, report=writer, **more)
-            self.process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={},
-                                            bufsize=0, pass_fds=(writer,), start_new_session=True, cwd="/")
-        except OSError as error:
-            os.close(self._report)
-            raise BackendError(f"the sandbox cannot be started: {error.strerror}", hint="check the interpreter's rights") from error
-        finally:
-            os.close(writer)
-        self.closure: Closure | None = None
-
-    def end(self, seconds: float = 15.0) -> Closure:
-        """Hang up, wait for the jail's report, and close all pipes; the second call answers the same."""
-        if self.closure is None:
-            self._hang_up()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(seconds)
-            self.closure = self._read_report()
-            for pipe in (self.process.stdout, self.process.stderr):
-                if pipe:
-                    pipe.close()
-        return self.closure
-
-    def first_line(self, seconds: float = 30.0) -> bytes:
-        """What the work says first, empty if it says nothing in time."""
-        pipe = self.process.stdout
-        return pipe.readline() if pipe and select.select([pipe], [], [], seconds)[0] else b""
-
-    def last_words(self) -> str:
-        """The last line on the diagnostic stream that can be had without waiting."""
-        pipe = self.process.stderr
-        text = os.read(pipe.fileno(), 65536) if pipe and select.select([pipe], [], [], 0)[0] else b""
-        return (text.decode(errors="replace").strip().splitlines() or [""])[-1][:300]
-
-    def _hang_up(self) -> None:
-        with contextlib.suppress(OSError):
-            if self.process.stdin:
-                self.process.stdin.close()
-
-    def _read_report(self) -> Closure:
-        text = b""
-        if self.process.returncode is None:
-            self.process.kill()
-            self.process.wait()
-        else:
-            text = os.read(self._report, 4096)
-        os.close(self._report)
-        try:
-            return Closure(**json.loads(text))
-        except (ValueError, TypeError):
-            return Closure(closed=False, error="the jail gave no report")
+__all__ = ['main', 'canary', 'breaches', 'probe', 'require']
 
 # %% ../../nbs/86b_campaign.sandbox.ipynb #canary-program
 def canary(argv: Sequence[str]) -> int:
@@ -300,9 +34,9 @@ def canary(argv: Sequence[str]) -> int:
         "large_file_written": lambda: open("large", "wb").truncate(1 << 26),
         "memory_taken": lambda: mmap.mmap(-1, 1 << 31),
     }
-    found = {name: _works(attempt) for name, attempt in tries.items()}
+    found: dict[str, Any] = {name: _works(attempt) for name, attempt in tries.items()}
     with contextlib.suppress(OSError):
-        found["processes_seen"] = len([n for n in os.listdir("/proc") if n.isdigit()])
+        found["other_processes_seen"] = len([n for n in os.listdir("/proc") if n.isdigit()]) > 3
     print(json.dumps(found), flush=True)
     _daemon()
     return 0
@@ -349,7 +83,7 @@ def _try_level(level: SandboxLevel, private: Path | None) -> SandboxLevel:
         small = Limits(address_space=1 << 30, file_size=1 << 25)
         process = Jailed(level, python_command("miniverl.campaign.sandbox", *arguments, level=level), [*python_binds(), bind],
                          small, environment=clean_environment(place), cwd=place)
-        said, trouble = process.first_line(), process.last_words()
+        said, trouble = first_line(process.process), last_words(process.process)
         closure = process.end()
         if not said.startswith(b"{") or closure.error:
             raise BackendError(closure.error or trouble or f"the canary ended with {closure.exit}")
@@ -360,14 +94,14 @@ def _try_level(level: SandboxLevel, private: Path | None) -> SandboxLevel:
 _FORBIDDEN = {
     "large_file_written": 1, "memory_taken": 1,
     "private_file_read": 2, "file_written_outside": 2, "tcp_connected": 2, "udp_sent": 2,
+    "other_processes_seen": 3,
 }  # fmt: skip
 
 
 def breaches(level: SandboxLevel) -> list[str]:
     """What the canary could do and must not at this level."""
     found = [name for name, since in _FORBIDDEN.items() if level.level >= since and level.canary.get(name)]
-    found += ["survivors_possible"] * bool(level.canary.get("survivors_possible"))
-    return found + ["other_processes_seen"] * (level.level >= 3 and level.canary.get("processes_seen", 0) > 3)
+    return found + ["survivors_possible"] * bool(level.canary.get("survivors_possible"))
 
 
 def _candidates() -> list[SandboxLevel]:
