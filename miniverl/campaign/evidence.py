@@ -7,14 +7,11 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .records import Layout, Outcome, Schema, read_canonical, read_record, record_sha256
+from .records import DAMAGED, Layout, Outcome, Schema, read_canonical, read_record, record_sha256
 from ..core import DataError, sha256_file
 
 # %% auto #0
-__all__ = ['DAMAGED', 'Evidence', 'read_grade', 'artifact_sha256', 'completed_evidence', 'verify_chain', 'chain_head']
-
-# %% ../../nbs/85c_campaign.evidence.ipynb #damaged
-DAMAGED = "the record was damaged or edited; restore the campaign from a copy"
+__all__ = ['Evidence', 'read_grade', 'artifact_sha256', 'completed_evidence', 'verify_chain', 'chain_head']
 
 # %% ../../nbs/85c_campaign.evidence.ipynb #evidence
 class Evidence(NamedTuple):

@@ -20,8 +20,8 @@ from ..core import digest, loads_strict, sha256_bytes, sha256_file, utc_now
 from ..store import fsync_dir
 
 # %% auto #0
-__all__ = ['TEMP', 'ENVELOPE', 'OUTCOMES', 'STAGES', 'safe_id', 'TrialPaths', 'Layout', 'private_dir', 'staged', 'publish',
-           'publish_copy', 'controller_lock', 'remove_strays', 'Schema', 'record_sha256', 'write_record',
+__all__ = ['TEMP', 'ENVELOPE', 'DAMAGED', 'OUTCOMES', 'STAGES', 'safe_id', 'TrialPaths', 'Layout', 'private_dir', 'staged',
+           'publish', 'publish_copy', 'controller_lock', 'remove_strays', 'Schema', 'record_sha256', 'write_record',
            'read_canonical', 'read_record', 'Outcome', 'ReasonCode', 'outcome_body', 'Derived', 'last_stage',
            'derived_status']
 
@@ -250,7 +250,7 @@ def write_record(path: _Pathish, schema: str, manifest_sha256: str, trial: str, 
     return record
 
 # %% ../../nbs/85_campaign.records.ipynb #read-canonical
-_DAMAGED = "the record was damaged or edited; restore the campaign from a copy"
+DAMAGED = "the record was damaged or edited; restore the campaign from a copy"
 
 
 def read_canonical(path: _Pathish) -> dict[str, Any]:
@@ -263,12 +263,12 @@ def read_canonical(path: _Pathish) -> dict[str, Any]:
             data = stream.read() if regular else b""
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start} is no UTF-8", hint=_DAMAGED) from error
+        raise DataError(f"{path}: byte {error.start} is no UTF-8", hint=DAMAGED) from error
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}", hint=_DAMAGED) from error
+        raise DataError(f"{path}: {error.strerror or error}", hint=DAMAGED) from error
     record = loads_strict(text, source=str(path)) if regular else None
     if not isinstance(record, dict) or canonical_json(record) != text:
-        raise DataError(f"{path} does not hold one record in its canonical form", hint=_DAMAGED)
+        raise DataError(f"{path} does not hold one record in its canonical form", hint=DAMAGED)
     return record
 
 # %% ../../nbs/85_campaign.records.ipynb #read-record
@@ -283,12 +283,12 @@ def read_record(path: _Pathish, schema: str | None = None, *, manifest_sha256: s
     """
     record = read_canonical(path)
     if missing := [key for key in ENVELOPE if key not in record]:
-        raise DataError(f"{path}: {', '.join(missing)} is missing", hint=_DAMAGED)
+        raise DataError(f"{path}: {', '.join(missing)} is missing", hint=DAMAGED)
     before = record_sha256(previous) if isinstance(previous, Mapping) else previous
     wanted = {"schema": schema, "manifest_sha256": manifest_sha256, "trial": trial, "previous_sha256": before}
     for key, value in wanted.items():
         if value is not None and record[key] != str(value):
-            raise DataError(f"{path}: {key} is {record[key]!r}, not {str(value)!r}", hint=_DAMAGED)
+            raise DataError(f"{path}: {key} is {record[key]!r}, not {str(value)!r}", hint=DAMAGED)
     return record
 
 # %% ../../nbs/85_campaign.records.ipynb #outcomes
