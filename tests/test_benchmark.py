@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -266,3 +268,15 @@ def test_an_error_names_its_unit_and_the_benchmark_goes_on_later(tmp_path, monke
     assert len(result.arms) == 2
     after = (tmp_path / "tiny-sft-s5" / "checkpoints" / "final" / "adapter.safetensors").stat()
     assert (weights.st_mtime_ns, weights.st_ino) == (after.st_mtime_ns, after.st_ino)
+
+
+def test_the_digest_of_the_source_covers_what_a_benchmark_imports_and_nothing_beside_it():
+    code = (
+        "import sys, miniverl.evaluation.benchmark, miniverl.models.hf, miniverl.environments.base as base\n"
+        "from miniverl.schemas.config_sections import EnvironmentSection\n"
+        "base.make_environment(EnvironmentSection(name='calculator'))\n"
+        "print(*sorted({m.split('.')[1] for m in sys.modules if m.startswith('miniverl.')}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) <= benchmark.PARTS and not benchmark.PARTS & {"cli", "commands", "verify_gym"}

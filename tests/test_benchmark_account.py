@@ -248,7 +248,7 @@ def test_records_that_contradict_each_other_are_refused(copy):
     lines = run.metrics.read_text().splitlines(keepends=True)
     kept = [line for line in lines if '"opd_cycle"' not in line]
     run.metrics.write_text("".join(kept))
-    with pytest.raises(DataError, match="metrics.jsonl and eval.json disagree in"):
+    with pytest.raises(DataError, match="metrics.jsonl, eval.json and manifest.json disagree in"):
         row_of(item, run=run)
     run.metrics.write_text("".join(lines))
     run.config_resolved.write_text(run.config_resolved.read_text().replace("seed: 5", "seed: 6"))
@@ -257,6 +257,16 @@ def test_records_that_contradict_each_other_are_refused(copy):
     run.eval.unlink()
     with pytest.raises(DataError, match="no result yet"):
         row_of(item, run=run)
+
+
+@pytest.mark.parametrize("name", ["global_step", "parameter_version", "train_seconds", "wall_seconds", "stopped_by"])
+def test_a_number_that_stands_in_two_places_cannot_be_edited_in_one(copy, name):
+    run = copy("opd")
+    data = json.loads(run.eval.read_text())
+    other = "wall_time" if name == "stopped_by" else data[name] + 1
+    run.eval.write_text(json.dumps({**data, name: other}))
+    with pytest.raises(DataError, match="disagree in"):
+        row_of(made()["opd"], run=run)
 
 
 def test_a_repeated_evaluation_counts_once(copy):

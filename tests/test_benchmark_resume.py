@@ -231,6 +231,61 @@ def test_files_changed_by_hand_are_refused(finished):
     plan.write_text(kept)
     (finished / "tiny-coldstart-s5").rename(finished / "away")
     refused(StoreError, "tiny-coldstart-s5 is missing")
+    (finished / "away").rename(finished / "tiny-coldstart-s5")
+    page = finished / "tiny.md"
+    page.write_text(page.read_text() + "and it is significant")
+    refused(StoreError, "tiny.md is not what the run directories say")
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("state", ["trained"]),
+        ("kind", ["arm"]),
+        ("journals", [1]),
+        ("journals", {"metrics": "x"}),
+        ("final_checkpoint", 5),
+        ("final_checkpoint", None),
+        ("initial_checkpoint", {}),
+        ("evaluation", {"file": 1}),
+        ("evaluation", None),
+    ],
+)
+def test_a_record_that_does_not_keep_its_states_promise_is_refused(finished, field, value):
+    state = finished / "tiny.benchmark" / "units" / "tiny-opd-s5.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), field: value}))
+    before = tree(finished)
+    with pytest.raises(DataError, match="not the record of a unit"):
+        run(finished.parent)
+    assert tree(finished) == before
+
+
+def test_an_arm_whose_beginning_is_unknown_is_not_taken_into_the_result(finished, whole):
+    state = finished / "tiny.benchmark" / "units" / "tiny-opd-s5.json"
+    text = state.read_text()
+    for name in ("tiny.json", "tiny.md"):
+        (finished / name).unlink()
+    state.write_text(text.replace(json.loads(text)["initial_checkpoint"]["weights_digest"], "0" * 64))
+    with pytest.raises(DataError, match="tiny-opd-s5 does not begin with the checkpoint"):
+        run(finished.parent)
+    state.unlink()
+    with pytest.raises(StoreError, match="does not say from which weights"):
+        run(finished.parent)
+    shutil.rmtree(finished / "tiny-opd-s5")
+    run(finished.parent)
+    assert learned(finished) == whole[0]
+
+
+def test_a_lost_record_does_not_double_an_evaluation(tmp_path):
+    def go():
+        return run_benchmark(tiny_benchmark(cold_start_cycles=0), output=tmp_path, resume=True)
+
+    first, kept = go(), (tmp_path / "tiny-sft-s5" / "eval_trajectories.jsonl").read_bytes()
+    (tmp_path / "tiny.benchmark" / "units" / "tiny-sft-s5.json").unlink()
+    for name in ("tiny.json", "tiny.md"):
+        (tmp_path / name).unlink()
+    assert timeless(go()) == timeless(first)
+    assert (tmp_path / "tiny-sft-s5" / "eval_trajectories.jsonl").read_bytes() == kept
 
 
 def test_directories_without_a_plan_are_not_taken_over(finished):

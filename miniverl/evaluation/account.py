@@ -107,6 +107,15 @@ def _summed(records: RunRecords, run: RunDir) -> RunTotals:
         raise DataError(f"{run.metrics}: a cycle record lacks {error}", hint="the run was recorded by another version, or edited") from error
 
 
+def _disagreements(records: RunRecords, summed: Mapping[str, Any]) -> list[str]:
+    """Names of numbers that stand in two places of a run and differ."""
+    result, closed = records.result or {}, at(records.manifest, "result")
+    found = [name for name, value in summed.items() if result["accounting"].get(name) != value]
+    found += [name for name, value in (closed if isinstance(closed, Mapping) else {}).items() if result.get(name) != value]
+    steps = (summed["optimizer_steps"], result["parameter_version"], at(result, "final_checkpoint.global_step"))
+    return sorted({*found, *(["global_step"] if any(count != result["global_step"] for count in steps) else [])})
+
+
 def finished_run(run: RunDir) -> tuple[RunRecords, RunConfig]:
     """The records of a run with a result, and its resolved configuration; both agree with themselves.
 
@@ -127,9 +136,8 @@ def finished_run(run: RunDir) -> tuple[RunRecords, RunConfig]:
     if resolved.digest != at(records.manifest, "config_digests.resolved"):
         raise DataError(f"{run.config_resolved} is not the configuration that the manifest records",
                         hint="the file was edited after the run; restore it")
-    summed, written = totals_state(_summed(records, run)), records.result["accounting"]
-    if odd := sorted(name for name, value in summed.items() if written.get(name) != value):
-        raise DataError(f"{run.path}: metrics.jsonl and eval.json disagree in {', '.join(odd[:4])}",
+    if odd := _disagreements(records, totals_state(_summed(records, run))):
+        raise DataError(f"{run.path}: metrics.jsonl, eval.json and manifest.json disagree in {', '.join(odd[:4])}",
                         hint="one of them was edited or cut; the run cannot be accounted for")
     return records, resolved
 

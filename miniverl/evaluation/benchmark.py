@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import miniverl
-from ..core import ConfigError, MiniVerlError, StoreError, canonical_json, digest, git_commit, read_json, require
+from ..core import ConfigError, DataError, MiniVerlError, StoreError, canonical_json, digest, git_commit, read_json, require
 from ..core import sha256_file, utc_now
 from .account import arm_result, budget_report, hardware_summary, software_summary
 from .account import largest_cycle, teacher_preparation
@@ -21,7 +21,7 @@ from .design import ArmDesign, Design, leaf_diff, plan_record
 from .design import resolve_benchmark_configs, resolve_design
 from .engines import Unit, check_engine, run_units
 from .schema import ArmResult, BenchmarkResult
-from .spec import BenchmarkConfig
+from .spec import BenchmarkConfig, evaluation_tag, state_name
 from .units import UnitTask, check_intact, read_unit, run_unit
 from ..portable import portable_payload
 from ..reporting.benchmarks import render_benchmark_markdown
@@ -33,8 +33,8 @@ from ..training.result import TrainResult
 from ..training.setup import cache_folder, check_supported
 
 # %% auto #0
-__all__ = ['result_paths', 'state_folder', 'all_configs', 'is_begun', 'occupied', 'check_free', 'source_digest', 'new_plan',
-           'check_plan', 'recorded_plan', 'open_plan', 'remove_strays', 'teacher_key', 'teacher_units',
+__all__ = ['PARTS', 'result_paths', 'state_folder', 'all_configs', 'is_begun', 'occupied', 'check_free', 'source_digest',
+           'new_plan', 'check_plan', 'recorded_plan', 'open_plan', 'remove_strays', 'teacher_key', 'teacher_units',
            'benchmark_units', 'left_to_do', 'arm_row', 'cold_record', 'controlled_record', 'collect', 'write_result',
            'preflight', 'carry_out', 'run_benchmark', 'resolve_benchmark_configs']
 
@@ -50,7 +50,7 @@ def result_paths(spec: BenchmarkConfig, output: str | Path | None = None) -> tup
 
 def state_folder(spec: BenchmarkConfig, folder: Path) -> Path:
     """Where plan and states are."""
-    return folder / f"{spec.name}.benchmark"
+    return folder / state_name(spec.name)
 
 
 def all_configs(design: Design) -> Iterator[tuple[str, RunConfig]]:
@@ -86,10 +86,15 @@ def check_free(design: Design, folder: Path) -> None:
                          hint="continue that benchmark with --resume, or choose another --output")
 
 # %% ../../nbs/72c_evaluation.benchmark.ipynb #plan
+PARTS: frozenset[str] = frozenset({"agent", "cache", "core", "environments", "evaluation", "losses", "models", "portable", "reporting",
+                                  "schemas", "selection", "store", "teachers", "training", "utils"})
+
+
 def source_digest() -> str:
-    """Digest of the modules of this package, as they are on disk."""
+    """Digest of the modules that a benchmark is made with, as they are on disk."""
     home = Path(miniverl.__file__).parent
-    return digest({path.relative_to(home).as_posix(): sha256_file(path) for path in sorted(home.rglob("*.py"))})
+    sources = {path.relative_to(home): path for path in sorted(home.rglob("*.py"))}
+    return digest({name.as_posix(): sha256_file(path) for name, path in sources.items() if name.parts[0].removesuffix(".py") in PARTS})
 
 
 def new_plan(design: Design, *, notes: str = "", invocation: Sequence[str] = ()) -> dict[str, Any]:
@@ -106,7 +111,7 @@ def new_plan(design: Design, *, notes: str = "", invocation: Sequence[str] = ())
         "design": plan_record(design),
     }
 
-
+# %% ../../nbs/72c_evaluation.benchmark.ipynb #check-plan
 def check_plan(plan: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
     """ConfigError that names what differs between the recorded plan and the one that would be made now."""
     asked = leaf_diff(plan["question"], now["question"])
@@ -204,7 +209,7 @@ def benchmark_units(design: Design, folder: Path, *, offline: bool = False) -> l
         for arm in (arm for arm in design.units if arm.seed == seed):
             asked = [teachers[key][0]] if (key := teacher_key(arm.config)) is not None else []
             units.append(unit(arm.run_name, "arm", arm.config, [cold, *asked] if cold else asked, cold=cold, split=spec.eval_split,
-                              tag=f"benchmark-{arm.arm.name}"))
+                              tag=evaluation_tag(arm.arm.name)))
     return units
 
 # %% ../../nbs/72c_evaluation.benchmark.ipynb #left-to-do
@@ -227,8 +232,19 @@ def arm_row(design: Design, unit: ArmDesign, folder: Path) -> ArmResult:
     record = read_unit(state, unit.run_name, "arm")
     if record.evaluation is None:
         raise StoreError(f"{unit.run_name} has not been evaluated", hint="continue the benchmark with --resume")
+    if record.initial_checkpoint != _cold_checkpoint(design, unit.seed, folder):
+        raise DataError(f"{unit.run_name} does not begin with the checkpoint in which its cold start ended, says {state}",
+                        hint="it was edited, or the cold start was trained again; restore what was there")
     return arm_result(run, arm=unit.arm, seed=unit.seed, common=design.common, declared=unit.config, diff=unit.diff,
                       evaluation=read_json(run.path / record.evaluation["file"]), initial=record.initial_checkpoint)
+
+# %% ../../nbs/72c_evaluation.benchmark.ipynb #collect-cold-checkpoint
+def _cold_checkpoint(design: Design, seed: int, folder: Path) -> dict[str, Any] | None:
+    """The checkpoint that the cold start of a seed ended in; None without a cold start."""
+    if not design.has_cold_start:
+        return None
+    name = design.spec.cold_name(seed)
+    return read_unit(state_folder(design.spec, folder) / "units" / f"{name}.json", name, "cold").final_checkpoint
 
 # %% ../../nbs/72c_evaluation.benchmark.ipynb #collect-cold
 def cold_record(design: Design, folder: Path) -> dict[str, Any]:
@@ -283,15 +299,12 @@ def collect(design: Design, plan: Mapping[str, Any], folder: Path) -> BenchmarkR
 
 # %% ../../nbs/72c_evaluation.benchmark.ipynb #write-result
 def write_result(result: BenchmarkResult, places: tuple[Path, Path]) -> None:
-    """Write JSON and Markdown where they are missing; StoreError if there is a JSON file that says something else."""
-    path, markdown = places
-    text = result.to_json()
-    if not path.exists():
-        publish_new(path, text)
-    elif path.read_bytes() != text.encode("utf-8"):
-        raise StoreError(f"{path} is not what the run directories say", hint="it was edited; move it away and use --resume again")
-    if not markdown.exists():
-        publish_new(markdown, render_benchmark_markdown(result))
+    """Write JSON and Markdown where they are missing; StoreError if there is a file that says something else."""
+    for path, text in zip(places, (result.to_json(), render_benchmark_markdown(result)), strict=True):
+        if not path.exists():
+            publish_new(path, text)
+        elif path.read_bytes() != text.encode("utf-8"):
+            raise StoreError(f"{path} is not what the run directories say", hint="it was edited; move it away and use --resume again")
 
 # %% ../../nbs/72c_evaluation.benchmark.ipynb #all-checks
 def preflight(design: Design, folder: Path, *, jobs: int, engine: str, resume: bool) -> None:

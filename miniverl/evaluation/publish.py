@@ -12,7 +12,7 @@ from ..core import ConfigError, DataError, StoreError, UsageError, digest, read_
 from .account import arm_result, budget_report, largest_cycle, teacher_preparation
 from .design import HARNESS_PATHS, leaf_diff
 from .schema import ArmResult, BenchmarkResult
-from .spec import ArmSpec
+from .spec import COLD_EVENT, ArmSpec, evaluation_tag, state_name
 from ..portable import REDACTED, portable_payload, safe_name
 from ..reporting.benchmarks import render_benchmark_markdown
 from ..reporting.comparison import benchmark_svg
@@ -91,7 +91,7 @@ def final_record(run: RunDir) -> Mapping[str, Any]:
 
 def started_from(run: RunDir) -> str | None:
     """Content digest of the cold start that was loaded into a run; None if none was."""
-    loads = [event for event in read_journal(run.events) if event.get("event") == "benchmark_cold_start_loaded"]
+    loads = [event for event in read_journal(run.events) if event.get("event") == COLD_EVENT]
     return str(loads[-1].get("content_digest")) if loads else None
 
 # %% ../../nbs/74_evaluation.publish.ipynb #check-cold
@@ -119,7 +119,7 @@ def check_cold_starts(result: BenchmarkResult, folder: Path) -> dict[int, Mappin
 def rederive_arm(arm: ArmResult, folder: Path, common: RunConfig, initial: Mapping[str, Any] | None, split: str | None) -> ArmResult:
     """The row of an arm, computed again from its run directory."""
     run = RunDir(folder / arm.run_dir)
-    declared, final, tag = run_config(run, "original"), final_record(run), f"benchmark-{arm.name}"
+    declared, final, tag = run_config(run, "original"), final_record(run), evaluation_tag(arm.name)
     evaluation = {key: value for key, value in read_json(run.eval_tagged(tag)).items() if key != "lenient_diagnostic_success_rate"}
     _insist(evaluation.get("tag") == tag and split in (None, evaluation.get("split")) and declared.run.seed == arm.seed
             and at(evaluation, "checkpoint.content_digest") == final["content_digest"],
@@ -143,7 +143,7 @@ def check_arm(arm: ArmResult, again: ArmResult) -> None:
 # %% ../../nbs/74_evaluation.publish.ipynb #check-plan
 def check_plan(result: BenchmarkResult, folder: Path) -> Mapping[str, Any]:
     """The plan of the benchmark; DataError if the result is not what was planned, or StoreError if there is no plan."""
-    path = folder / f"{result.name}.benchmark" / "plan.json"
+    path = folder / state_name(result.name) / "plan.json"
     if not path.is_file():
         raise StoreError(f"{path} is missing", hint="publish from the folder in which the benchmark was run")
     plan, controlled = read_json(path), result.controlled

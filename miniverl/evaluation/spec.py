@@ -18,7 +18,7 @@ from ..schemas.config_sections import Section
 from ..schemas.yamlio import conflict, read_text, read_yaml, validated
 
 # %% auto #0
-__all__ = ['ArmSpec', 'Origin', 'lines_below', 'BenchmarkConfig']
+__all__ = ['COLD_EVENT', 'ArmSpec', 'state_name', 'evaluation_tag', 'Origin', 'lines_below', 'BenchmarkConfig']
 
 # %% ../../nbs/70_evaluation.spec.ipynb #names
 def _file_name(text: str) -> str:
@@ -92,6 +92,17 @@ class _Fields(Section):
 
 # %% ../../nbs/70_evaluation.spec.ipynb #naming
 _COLD_START = "coldstart"
+COLD_EVENT = "benchmark_cold_start_loaded"
+
+
+def state_name(benchmark: str) -> str:
+    """Name of the folder with the plan and the states of a benchmark."""
+    return f"{benchmark}.benchmark"
+
+
+def evaluation_tag(arm: str) -> str:
+    """Tag of the benchmark's evaluation in the run of an arm."""
+    return f"benchmark-{arm}"
 
 
 def _chosen(what: str, known: Sequence[Any], wanted: Sequence[Any] | None) -> tuple[Any, ...]:

@@ -3,26 +3,29 @@
 # %% ../../nbs/72a_evaluation.units.ipynb #imports
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..core import DataError, StoreError, TrainingError, canonical_json, read_json, sha256_file
 from ..environments.base import make_environment, make_splits
 from .account import evaluation_trajectories, lenient_rate
+from .spec import COLD_EVENT
 from ..models.loading import resolve_device
 from ..schemas.config import RunConfig
 from ..store import RunDir, remove_temps, write_atomic
 from ..teachers.toy import fit_toy_teacher
+from ..training.accounting import RunLog
 from ..training.checkpoints import FINAL, verify_checkpoint
 from ..training.phases import Progress, no_progress
 from ..training.setup import TOY_TEACHERS, torch_settings
 from ..training.trainer import OPDTrainer
 
 # %% auto #0
-__all__ = ['STATES', 'GOALS', 'COLD_EVENT', 'COLD_NOTE', 'UnitRecord', 'read_unit', 'write_unit', 'UnitTask', 'check_intact',
-           'open_unit', 'load_cold', 'train_unit', 'evaluate_unit', 'teacher_unit', 'run_unit']
+__all__ = ['STATES', 'GOALS', 'COLD_NOTE', 'UnitRecord', 'read_unit', 'write_unit', 'UnitTask', 'check_intact', 'open_unit',
+           'load_cold', 'train_unit', 'evaluate_unit', 'teacher_unit', 'run_unit']
 
 # %% ../../nbs/72a_evaluation.units.ipynb #unit-record
 STATES: tuple[str, ...] = ("pending", "cold_loaded", "training", "trained", "evaluated")
@@ -68,8 +71,8 @@ def read_unit(path: Path, unit: str, kind: str) -> UnitRecord:
     """The record of a unit, `pending` if there is no file; DataError if the file holds something else."""
     if not path.exists():
         return UnitRecord(unit, kind)
-    data, names = read_json(path), {field.name for field in fields(UnitRecord)}
-    if not isinstance(data, dict) or set(data) != names or data["state"] not in STATES:
+    data = read_json(path)
+    if not _is_record(data):
         raise DataError(f"{path} is not the record of a unit", hint="it was edited, or written by another version")
     if (data["unit"], data["kind"]) != (unit, kind):
         raise DataError(f"{path} records {data['kind']} {data['unit']!r}, not {kind} {unit!r}",
@@ -77,6 +80,29 @@ def read_unit(path: Path, unit: str, kind: str) -> UnitRecord:
     return UnitRecord(**data)
 
 
+def _is_record(data: Any) -> bool:
+    """Whether these are the fields of a `UnitRecord`, and those that its state promises."""
+    if not isinstance(data, dict) or set(data) != {field.name for field in fields(UnitRecord)}:
+        return False
+    if data["state"] not in STATES or data["kind"] not in tuple(GOALS):
+        return False
+    ends = data["kind"] != "teacher" and data["state"] in ("trained", "evaluated")
+    texts, counts = partial(_holds, str), partial(_holds, int)
+    return (texts(data["initial_checkpoint"], _CHECKPOINT, needed=False) and texts(data["final_checkpoint"], _CHECKPOINT, needed=ends)
+            and counts(data["journals"], RunLog.NAMES, needed=ends)
+            and texts(data["evaluation"], ("file", "sha256"), needed=data["state"] == "evaluated"))
+
+
+_CHECKPOINT = ("content_digest", "weights_digest")
+
+
+def _holds(kind: type, value: Any, names: Sequence[str], *, needed: bool) -> bool:
+    """Whether a value is a mapping with these names, of one kind; or null, if it is not needed."""
+    if value is None:
+        return not needed
+    return isinstance(value, dict) and all(type(value.get(name)) is kind for name in names)
+
+# %% ../../nbs/72a_evaluation.units.ipynb #write-record
 def write_unit(path: Path, record: UnitRecord) -> UnitRecord:
     """Replace the record of a unit durably, and return it."""
     write_atomic(path, canonical_json(asdict(record)))
@@ -85,7 +111,7 @@ def write_unit(path: Path, record: UnitRecord) -> UnitRecord:
 # %% ../../nbs/72a_evaluation.units.ipynb #unit-task
 @dataclass(frozen=True)
 class UnitTask:
-    """A unit of work as a record; `to_payload` and `from_payload` carry it to another process.
+    """A unit of work as a record; `to_payload` makes a mapping of it that can go to another process.
 
     Attributes
     ----------
@@ -134,7 +160,7 @@ def check_intact(task: UnitTask, record: UnitRecord) -> None:
             raise StoreError(f"{task.run.checkpoints / FINAL} is not the checkpoint that was trained",
                              hint="restore the directory, or start the benchmark again elsewhere")
     if record.evaluation is not None:
-        path = task.run.path / record.evaluation["file"]
+        path = task.run.path / Path(record.evaluation["file"]).name
         if sha256_file(path) != record.evaluation["sha256"]:
             raise DataError(f"{path} is not the evaluation that was recorded", hint="it was edited; restore it")
 
@@ -146,7 +172,6 @@ def open_unit(task: UnitTask, record: UnitRecord, progress: Progress) -> OPDTrai
     return OPDTrainer(config, run_dir=task.run.path, continue_run=exists, offline=task.offline, on_progress=progress)
 
 # %% ../../nbs/72a_evaluation.units.ipynb #load-cold
-COLD_EVENT = "benchmark_cold_start_loaded"
 COLD_NOTE = "weights only; optimizer state and RNG intentionally not restored"
 
 
@@ -167,10 +192,14 @@ def train_unit(trainer: OPDTrainer, task: UnitTask, record: UnitRecord) -> UnitR
             raise TrainingError(f"{task.run.path} was trained and is not complete any more",
                                 hint="its files were changed; start the benchmark again elsewhere")
         return record
-    record = write_unit(Path(task.state), replace(load_cold(trainer, task, record), state="training"))
+    record = load_cold(trainer, task, record)
+    if task.cold is not None and record.initial_checkpoint is None:
+        raise StoreError(f"{task.run.path} has trained, and its record {task.state} does not say from which weights",
+                         hint="restore the record, or delete the directory; the arm is then trained again")
+    record = write_unit(Path(task.state), replace(record, state="training"))
     result = trainer.train()
     return write_unit(Path(task.state), replace(record, state="trained", final_checkpoint=result.final_checkpoint,
-                                                journals=trainer.journal_positions()))
+                                                journals=read_json(task.run.manifest)["journals"]))
 
 # %% ../../nbs/72a_evaluation.units.ipynb #evaluate-unit
 def evaluate_unit(trainer: OPDTrainer, task: UnitTask, record: UnitRecord) -> UnitRecord:
