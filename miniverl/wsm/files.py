@@ -3,7 +3,6 @@
 # %% ../../nbs/80a_wsm.files.ipynb #imports
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import warnings
@@ -70,7 +69,7 @@ class Header:
 def _damaged(name: str, what: str) -> NoReturn:
     raise DataError(f"{name} is no sound safetensors file: {what}", hint="copy the file again from where it was whole")
 
-
+# %% ../../nbs/80a_wsm.files.ipynb #parse-header
 def parse_header(head: bytes, size: int, name: str) -> Header:
     """Read the header of a safetensors file.
 
@@ -161,8 +160,8 @@ def tensor_bytes(tensor: Any) -> memoryview:
     flat = tensor.detach().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
-
-def write_tensors(path: Path, raw: bytes, parts: Iterable[Any]) -> str:
+# %% ../../nbs/80a_wsm.files.ipynb #write-tensors
+def write_tensors(path: Path, raw: bytes, parts: Iterable[Any]) -> None:
     """Write a new safetensors file, owner-only and durable.
 
     Parameters
@@ -174,29 +173,21 @@ def write_tensors(path: Path, raw: bytes, parts: Iterable[Any]) -> str:
     parts : iterable of tensors
         In the order of the header's offsets.
 
-    Returns
-    -------
-    str
-        SHA-256 of the file.
-
     Raises
     ------
     StoreError
         If the file exists or cannot be written.
     """
-    seen = hashlib.sha256(raw)
     try:
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as stream:
             os.fchmod(stream.fileno(), 0o600)
             stream.write(raw)
             for part in parts:
-                stream.write(data := tensor_bytes(part))
-                seen.update(data)
+                stream.write(tensor_bytes(part))
             stream.flush()
             os.fsync(stream.fileno())
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror or error}", hint="check the folder, its rights and the free space") from error
-    return seen.hexdigest()
 
 # %% ../../nbs/80a_wsm.files.ipynb #weight-files
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -93,7 +93,7 @@ def _located(source: Source, module: nn.Module) -> dict[str, str]:
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
     found = {name: name if name in every else prefix + name for name in source.file_of}
     for name, at in found.items():
-        if at not in every or every[at].shape != source.tensor(name).shape:
+        if at not in every or tuple(every[at].shape) != source.shape(name):
             raise DataError(f"the file and the model disagree about {name!r}", hint="every tensor of the file must be a weight of the model")
     return found
 
@@ -117,9 +117,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def differing(a: Tensor, b: Tensor) -> int:
     """Number of elements whose bits differ; both tensors have one shape and dtype."""
     kind = _BITS[a.element_size()]
-    return int((a.contiguous().view(kind) != b.contiguous().view(kind)).sum())
+    left, right = (tensor.contiguous().view(kind) for tensor in (a, b))
+    return 0 if torch.equal(left, right) else int(torch.count_nonzero(left != right))
 
-# %% ../../nbs/81_wsm.model.ipynb #loaded
+# %% ../../nbs/81_wsm.model.ipynb #wiring-code
 def _context_length(module: Any) -> int:
     limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(limit, int):
@@ -127,6 +128,16 @@ def _context_length(module: Any) -> int:
     return limit
 
 
+def _parts(owner: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The dictionaries of a module that say what it is made of."""
+    return owner._parameters, owner._modules
+
+
+def _replaced(now: Mapping[str, Any], then: Mapping[str, Any]) -> str | None:
+    """Name of a part that is not what it was."""
+    return next((key for key in {**then, **now} if key not in now or key not in then or now[key] is not then[key]), None)
+
+# %% ../../nbs/81_wsm.model.ipynb #loaded
 class _Loaded:
     """The parts of a model that is open for editing, and whether they still belong together."""
 
@@ -137,28 +148,29 @@ class _Loaded:
         self.tokenizer = _read(_library.AutoTokenizer, source.path)
         self.max_positions = _context_length(self.module)
         self._parameters, tied = _pair_up(source, self.module)
-        self._slots = [(owner, key, parameter) for owner in self.module.modules() for key, parameter in owner._parameters.items()]
+        self._wiring = [(owner, tuple(map(dict, _parts(owner)))) for owner in self.module.modules()]
+        self._memory = {name: parameter.data for name, parameter in self._parameters.items()}
         self.weights = Weights(self._parameters, tied)
 
-    def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Give the module its own parameters back, and every weight its saved values, whatever was done to them."""
-        for owner, key, parameter in self._slots:
-            owner._parameters[key] = parameter
-        for name, values in saved.items():
-            parameter = self._parameters[name]
-            if parameter.shape == values.shape and parameter.dtype == values.dtype and parameter.is_contiguous():
-                parameter.data.copy_(values)
-            else:
-                parameter.data = values.clone()
-
     def check(self) -> None:
-        """DataError if a parameter was replaced, or its shape or dtype changed, behind the back of `weights`."""
-        for owner, key, parameter in self._slots:
-            if owner._parameters.get(key) is not parameter:
-                raise DataError(f"a parameter {key!r} of the module was replaced", hint="change weights in place: weights[name][...] = values")
+        """DataError if a part of the module was replaced, or the shape or dtype of a weight changed, behind the back of `weights`."""
+        remedy = "change weights in place: weights[name][...] = values"
+        for owner, then in self._wiring:
+            if name := next(filter(None, map(_replaced, _parts(owner), then)), None):
+                raise DataError(f"{name!r} of a {type(owner).__name__} was replaced", hint=remedy)
         for name, parameter in self._parameters.items():
-            if parameter.shape != self.source.tensor(name).shape or parameter.dtype != self.source.dtype:
-                raise DataError(f"weight {name!r} has another shape or dtype than in the source", hint="change weights in place: weights[name][...] = values")
+            if tuple(parameter.shape) != self.source.shape(name) or parameter.dtype != self.source.dtype:
+                raise DataError(f"weight {name!r} has another shape or dtype than in the source", hint=remedy)
+
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        """Give the module its own parts back, and every weight its saved values, whatever was done to them."""
+        for owner, then in self._wiring:
+            for now, parts in zip(_parts(owner), then, strict=True):
+                now.clear()
+                now.update(parts)
+        for name, values in saved.items():
+            self._parameters[name].data = self._memory[name]
+            self._memory[name].copy_(values)
 
 # %% ../../nbs/81_wsm.model.ipynb #edited
 class _Edited(_Loaded):

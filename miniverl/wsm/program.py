@@ -16,10 +16,10 @@ from ..core import ConfigError
 from .model import WeightModel, differing
 
 # %% auto #0
-__all__ = ['OUTPUT_CAP', 'ERROR_CAP', 'ProgramResult', 'execute_program']
+__all__ = ['OUTPUT_CAP', 'ERROR_CAP', 'NAME_CAP', 'ProgramResult', 'execute_program']
 
 # %% ../../nbs/82_wsm.program.ipynb #program-result
-OUTPUT_CAP, ERROR_CAP = 65_536, 500
+OUTPUT_CAP, ERROR_CAP, NAME_CAP = 65_536, 500, 80
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,11 @@ class _Output(io.StringIO):
 
     def text(self) -> str:
         """What was kept, with a last line that says how much was not."""
-        return self.getvalue() + (f"\n[{self.lost} more characters]" if self.lost else "")
+        return _writable(self.getvalue()) + (f"\n[{self.lost} more characters]" if self.lost else "")
+
+
+def _writable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 # %% ../../nbs/82_wsm.program.ipynb #told
 def _line_in(error: BaseException, name: str) -> int | None:
@@ -80,7 +84,7 @@ def _told(error: BaseException, name: str) -> str:
     except Exception:
         text = "(the error has no readable message)"
     line = _line_in(error, name)
-    return (f"line {line}: {text}" if line else text)[:ERROR_CAP]
+    return _writable((f"line {line}: {text}" if line else text)[:ERROR_CAP])
 
 # %% ../../nbs/82_wsm.program.ipynb #check-limits
 def _check_limits(trust: str, seconds: float | None) -> None:
@@ -122,6 +126,19 @@ def _deadline(seconds: float | None) -> Iterator[None]:
     if time.monotonic() - begun > seconds:
         raise _TimeUp
 
+# %% ../../nbs/82_wsm.program.ipynb #tidy
+@contextmanager
+def _tidy(module: Any) -> Iterator[None]:
+    """After the block the module has the hooks of before, and is in evaluation mode without gradients."""
+    hooks = [(table, dict(table)) for owner in module.modules() for table in (owner._forward_hooks, owner._forward_pre_hooks)]
+    try:
+        yield
+    finally:
+        for table, before in hooks:
+            table.clear()
+            table.update(before)
+        module.eval().requires_grad_(False)
+
 # %% ../../nbs/82_wsm.program.ipynb #run
 def _run(source: str, name: str, space: dict[str, Any], seconds: float | None) -> None:
     """Run the program; returns if it ends normally, which ``sys.exit(0)`` also is."""
@@ -137,9 +154,13 @@ def _run(source: str, name: str, space: dict[str, Any], seconds: float | None) -
 
 def _attempt(model: WeightModel, source: str, name: str, space: dict[str, Any], seconds: float | None) -> dict[str, int] | BaseException:
     """Run the program on the model; what it changed, or why the edit does not count (then the weights are as before)."""
-    saved = {key: weight.clone() for key, weight in model.weights.items()}
+    saved, own = {key: weight.clone() for key, weight in model.weights.items()}, dict(vars(model))
     try:
-        _run(source, name, space, seconds)
+        try:
+            _run(source, name, space, seconds)
+        finally:
+            vars(model).clear()
+            vars(model).update(own)
         model.check()
         return {key: count for key, weight in model.weights.items() if (count := differing(weight, saved[key]))}
     except BaseException as error:
@@ -174,9 +195,8 @@ def execute_program(model: WeightModel, source: str, *, trust: str = "host", sec
     """
     _check_limits(trust, seconds)
     out, space = _Output(), {**(bindings or {}), "__name__": "__main__", "model": model}
-    with redirect_stdout(out):
+    with redirect_stdout(out), _tidy(model.module):
         ended = _attempt(model, source, name, space, seconds)
-    model.module.eval().requires_grad_(False)
     if isinstance(ended, BaseException):
-        return ProgramResult(False, out.text(), type(ended).__name__, _told(ended, name))
+        return ProgramResult(False, out.text(), _writable(type(ended).__name__[:NAME_CAP]), _told(ended, name))
     return ProgramResult(True, out.text(), changed=ended)

@@ -48,7 +48,7 @@ class CaseScore:
     nll: float
     tokens: int
 
-
+# %% ../../nbs/80_wsm.scoring.ipynb #score
 @dataclass(frozen=True)
 class Score:
     """Losses of several cases, in their order, and the two means over them."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,15 @@ def publish_folder(final: Path, fill: Callable[[Path], None]) -> Path:
         shutil.rmtree(staging, ignore_errors=True)
     return final
 
+# %% ../../nbs/80c_wsm.snapshot.ipynb #one-dtype
+def _one_dtype(files: Iterable[TensorFile]) -> Any:
+    """The dtype that all tensors of the files share."""
+    found = {entry.torch_dtype() for file in files for entry in file.header.entries.values()}
+    if len(found) != 1 or not next(iter(found)).is_floating_point:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found)) or "none"
+        raise DataError(f"the weights have the dtypes {names}", hint="a model is edited in one floating-point dtype; convert it first")
+    return next(iter(found))
+
 # %% ../../nbs/80c_wsm.snapshot.ipynb #source
 class Source:
     """A snapshot that is open for reading.
@@ -95,11 +104,11 @@ class Source:
         self.file_of = {name: file for file in self.files for name in file.header.entries}
         if len(self.file_of) != sum(len(file.header.entries) for file in self.files):
             raise DataError(f"{folder} holds a weight in two files", hint="download the snapshot again")
-        dtypes = {self.file_of[name].header.entries[name].torch_dtype() for name in self.file_of}
-        if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
-            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "none"
-            raise DataError(f"the weights have the dtypes {names}", hint="a model is edited in one floating-point dtype; convert it first")
-        self.dtype = next(iter(dtypes))
+        self.dtype = _one_dtype(self.files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Sizes of the dimensions of a weight."""
+        return self.file_of[name].header.entries[name].shape
 
     def tensor(self, name: str) -> Any:
         """A weight as it is in the file; shares the mapped bytes, an edit of it stays private."""
