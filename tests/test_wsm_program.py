@@ -168,3 +168,8 @@ def test_a_worse_edit_counts_as_well(model):
     first = model.evaluate(CASES)
     assert execute_program(model, f"model.weights['{NORM}'] *= -3").ok
     assert model.evaluate(CASES).equal > first.equal and model.changed() == {NORM: 32}
+
+
+def test_an_error_of_ours_brings_its_hint(model):
+    ended = execute_program(model, "model.weights['model.norm'] *= 2")
+    assert ended.error == "line 1: there is no weight 'model.norm' (the nearest name is 'model.norm.weight')"

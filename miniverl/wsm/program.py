@@ -12,7 +12,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core import ConfigError
+from ..core import ConfigError, MiniVerlError
 from .model import WeightModel, differing
 
 # %% auto #0
@@ -81,6 +81,8 @@ def _told(error: BaseException, name: str) -> str:
     """One short message."""
     try:
         text = str(error.msg) if isinstance(error, SyntaxError) else str(error)
+        if isinstance(error, MiniVerlError) and error.hint:
+            text += f" ({error.hint})"
     except Exception:
         text = "(the error has no readable message)"
     line = _line_in(error, name)
