@@ -43,7 +43,7 @@ _SERVICES = frozenset({"hf", "hub", "huggingface", "gh", "github", "gitlab", "py
 _BENIGN = frozenset({"tokenizer", "tokenizers", "tokenization", "tokenized", "tokenised", "count", "counts", "ids", "text",
                      "texts", "analysis", "type", "types", "eos", "bos", "pad", "unk", "mask", "special", "stop", "new", "max",
                      "min", "num", "total", "per", "selected", "generated", "target", "sampled", "strings", "weights", "budget",
-                     "reduction", "mean"})
+                     "reduction", "mean", "accuracy"})
 
 
 def _words(key: str) -> list[str]:

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from miniverl.commands.bench import caveats
 from miniverl.core import sha256_bytes
 from miniverl.evaluation.schema import BenchmarkResult
-from miniverl.reporting.benchmarks import SINGLE_SEED, render_benchmark_markdown
+from miniverl.reporting.benchmarks import SINGLE_SEED_MARK, render_benchmark_markdown
 from miniverl.reporting.comparison import benchmark_svg, bytes_text, escape_markdown, fit_label, one_line
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,7 +89,7 @@ def test_escaped_text_is_one_line_without_markup(text):
 def test_the_single_seed_mark_stands_in_the_header_line_and_only_there(seeds):
     result = with_arms(["a", "b"], seeds)
     page = render_benchmark_markdown(result)
-    marked = [line for line in page.splitlines() if SINGLE_SEED in line]
+    marked = [line for line in page.splitlines() if SINGLE_SEED_MARK in line]
     assert len(marked) == (len(seeds) == 1) and all(line.startswith("miniverl 0.2.0; commit") for line in marked)
     assert ("no significance is claimed" in benchmark_svg(result, source_sha256="0" * 64)) == (len(seeds) == 1)
 
@@ -126,8 +127,18 @@ def test_left_out_arms_and_seeds_are_named():
     assert "Only a part" not in render_benchmark_markdown(GPU)
 
 
-@pytest.mark.parametrize("controlled", [{}, {"budget": None}, {"budget": [], "allowed_differences": 3}, {"budget": {}}])
+SAYS_LITTLE = [
+    {},
+    {"budget": None},
+    {"budget": [], "allowed_differences": 3},
+    {"budget": {}},
+    {"declared_seeds": [[1], {}], "declared_arms": 3, "budget": {"violations": 3}},
+]
+
+
+@pytest.mark.parametrize("controlled", SAYS_LITTLE)
 def test_controls_that_say_little_still_render(controlled):
+    assert isinstance(caveats(GPU.model_copy(update={"controlled": controlled})), list)
     page = render_benchmark_markdown(GPU.model_copy(update={"controlled": controlled, "cold_start": None}))
     assert "## Controls" in page and "Measured, not matched" in page
 

@@ -20,7 +20,7 @@ session_id bearer csrf_token tokens""".split()
 BENIGN_KEYS = """tokenizer tokenizer_id tokenizer_revision tokenizer_fingerprint tokenizer_identity tokenizers token_count token_counts
 max_new_tokens max_total_tokens token_ids generated_token_count selected_training_tokens num_tokens tokens_per_second token_analysis
 sampled_token_nll_weight target_token_ids eos_token pad_token special_tokens token_text token_type stop_tokens segment_key key keys monkey
-author authority passed name""".split()
+author authority passed name protocol_token_accuracy""".split()
 
 
 @pytest.mark.parametrize("key", SECRET_KEYS)

@@ -313,3 +313,13 @@ def test_publishing_needs_no_torch(bench, tmp_path):
     done = subprocess.run([sys.executable, "-c", code, str(bench), str(tmp_path / "o")], capture_output=True, env=env)
     assert done.returncode == 0, done.stderr.decode()
     assert len(tree(tmp_path / "o")) == 3
+
+
+def test_the_name_of_an_arm_is_no_secret(tmp_path):
+    arms = [{"name": "secret-sauce", "overrides": {"run": {"mode": "sft"}}}, {"name": "token-diet"}]
+    run_benchmark(tiny_benchmark(arms=arms, cold_start_cycles=0), output=tmp_path / "bench")
+    told = publish(tmp_path / "bench" / "tiny.json", **place(tmp_path / "out"))
+    shown = json.loads(Path(told["json"]).read_text())
+    assert shown["controlled"]["arms_differ_in"] == {"secret-sauce": ["run.mode"], "token-diet": []}
+    assert shown["controlled"]["budget"]["measured"] == {"secret-sauce": {"5": 2}, "token-diet": {"5": 2}}
+    assert shown["arms"][0]["measurement_status"]["protocol_token_accuracy"].startswith("not_applicable")

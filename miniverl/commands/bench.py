@@ -76,14 +76,11 @@ def result_rows(result: BenchmarkResult) -> tuple[tuple[str, ...], list[list[str
 def caveats(result: BenchmarkResult) -> list[str]:
     """What has to be said with the table: one seed only, a budget that was not kept, a part of the declared design."""
     from miniverl.evaluation.design import SINGLE_SEED
+    from miniverl.reporting.benchmarks import budget_violations, left_out
 
-    controlled = result.controlled
     found = [SINGLE_SEED] if len(result.seeds) == 1 else []
-    found += [f"budget not kept: {sentence}" for sentence in (controlled.get("budget") or {}).get("violations", [])]
-    for kind, have in (("seeds", result.seeds), ("arms", [arm.name for arm in result.arms])):
-        if left := [str(item) for item in controlled.get(f"declared_{kind}", []) if item not in have]:
-            found.append(f"declared {kind} that were not run: {', '.join(left)}")
-    return found
+    found += [f"budget not kept: {sentence}" for sentence in budget_violations(result)]
+    return found + [f"declared {kind}s that were not run: {', '.join(map(str, lost))}" for kind, lost in left_out(result).items()]
 
 # %% ../../nbs/97c_commands.bench.ipynb #show-result
 def print_result(result: BenchmarkResult, files: tuple[Path, ...]) -> None:
@@ -111,12 +108,13 @@ EngineOption = Annotated[str, typer.Option(help="process: this machine; ray: a R
 def run(spec: Any, **options: Any) -> BenchmarkResult:
     """Run a benchmark with progress on standard error; an interrupt says how to go on."""
     from miniverl.evaluation.benchmark import run_benchmark
+    from miniverl.evaluation.workers import RESUME_HINT
 
     try:
         with open_progress() as progress:
             return run_benchmark(spec, on_progress=progress, **options)
     except KeyboardInterrupt:
-        raise TrainingError("interrupted", hint="what was written is kept; the same command with --resume goes on from there") from None
+        raise TrainingError("interrupted", hint=RESUME_HINT) from None
 
 # %% ../../nbs/97c_commands.bench.ipynb #benchmark
 def benchmark(

@@ -243,11 +243,12 @@ def redacted_result(result: BenchmarkResult) -> BenchmarkResult:
     data = result.model_dump(mode="json")
     clean = portable_payload(data)
     for given, arm in zip(data["arms"], clean["arms"], strict=True):
-        arm["measurement_status"] = _scrub_values(given["measurement_status"])
         arm.update({name: portable_payload(_scrub_rows(given[name])) for name in _DIFFS})
     for name in ("arms_differ_in", "arms_differ_only_in"):
         if name in data["controlled"]:
             clean["controlled"][name] = _scrub_values(data["controlled"][name])
+    if measured := at(data, "controlled.budget.measured"):
+        clean["controlled"]["budget"]["measured"] = _scrub_values(measured)
     portable = BenchmarkResult.parse(clean, source="portable result")
     _insist(portable.digest_faults() == [], "the portable form of a configuration has another digest", "report this as a defect")
     return portable

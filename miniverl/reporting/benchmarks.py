@@ -6,15 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..evaluation.design import HARNESS_PATHS, is_declared, measured_otherwise
 from .charts import percent_text, seconds_text
 from .comparison import benchmark_svg, bytes_text, code_span, escape_markdown, listed, number_text
 from .comparison import one_line, percent_or_dash, seconds_or_words, seconds_words, tasks_words
 from .pages import markdown_table
 
 # %% auto #0
-__all__ = ['SINGLE_SEED', 'OUTCOME', 'COST', 'hardware_words', 'header_line', 'missing_units', 'aggregate_table', 'seed_table',
-           'format_words', 'arm_differences', 'start_words', 'controls', 'budget_violations', 'budget_lines', 'caveat',
-           'teacher_section', 'render_benchmark_markdown', 'benchmark_svg']
+__all__ = ['SINGLE_SEED_MARK', 'OUTCOME', 'COST', 'hardware_words', 'header_line', 'left_out', 'missing_units', 'aggregate_table',
+           'seed_table', 'format_words', 'arm_differences', 'start_words', 'controls', 'budget_violations',
+           'budget_lines', 'caveat', 'teacher_section', 'render_benchmark_markdown', 'benchmark_svg']
 
 # %% ../../nbs/78a_reporting.benchmarks.ipynb #typing-names
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _all_ = ["benchmark_svg"]
 
 # %% ../../nbs/78a_reporting.benchmarks.ipynb #header
-SINGLE_SEED = "**single seed -- no significance claimed**"
+SINGLE_SEED_MARK = "**single seed -- no significance claimed**"
 
 
 def hardware_words(hardware: Mapping[str, Any]) -> str:
@@ -49,16 +50,21 @@ def header_line(result: BenchmarkResult) -> str:
     parts = [f"miniverl {escape_markdown(result.miniverl_version)}", f"commit {commit}", f"budget axis {axis}",
              escape_markdown(tasks_words(result)), f"seed{'s' * (len(result.seeds) != 1)} {listed(result.seeds)}",
              escape_markdown(hardware_words(result.hardware)), f"made {escape_markdown(result.created_at)}"]
-    return "; ".join(parts) + "." + (f" {SINGLE_SEED}" if len(result.seeds) == 1 else "")
+    return "; ".join(parts) + "." + (f" {SINGLE_SEED_MARK}" if len(result.seeds) == 1 else "")
 
 # %% ../../nbs/78a_reporting.benchmarks.ipynb #partial
-def missing_units(result: BenchmarkResult) -> str:
-    """Which declared seeds and arms are not in the result, as a sentence; empty if nothing is missing."""
-    told = []
-    for kind, have in (("seed", set(result.seeds)), ("arm", {arm.name for arm in result.arms})):
+def left_out(result: BenchmarkResult) -> dict[str, list[Any]]:
+    """Declared seeds and arms that are not in the result, by kind; empty if nothing is missing."""
+    found = {}
+    for kind, have in (("seed", result.seeds), ("arm", [arm.name for arm in result.arms])):
         declared = result.controlled.get(f"declared_{kind}s")
-        lost = [item for item in declared if item not in have] if isinstance(declared, (list, tuple)) else []
-        told += [f"{kind}{'s' * (len(lost) > 1)} {escape_markdown(listed(lost))}"] if lost else []
+        found[kind] = [item for item in declared if item not in have] if isinstance(declared, (list, tuple)) else []
+    return {kind: lost for kind, lost in found.items() if lost}
+
+
+def missing_units(result: BenchmarkResult) -> str:
+    """What was left out, as a sentence; empty if nothing was."""
+    told = [f"{kind}{'s' * (len(lost) > 1)} {escape_markdown(listed(lost))}" for kind, lost in left_out(result).items()]
     return f"**Only a part of the declared comparison was run**; left out: {'; '.join(told)}." if told else ""
 
 # %% ../../nbs/78a_reporting.benchmarks.ipynb #aggregate-table
@@ -127,15 +133,11 @@ def arm_differences(result: BenchmarkResult) -> dict[str, list[str]]:
             paths = _leaves(older.get(arm.name, {}))
         else:
             allowed = result.controlled.get("allowed_differences")
-            paths = [str(row["path"]) for row in (arm.structured_diff or [] if rows is None else rows)
-                     if rows is not None or _is_listed(str(row["path"]), allowed)]
+            rules = [str(rule) for rule in allowed] if isinstance(allowed, (list, tuple)) else []
+            given = rows if rows is not None else [row for row in arm.structured_diff or [] if is_declared(str(row["path"]), rules)]
+            paths = [str(row["path"]) for row in given if row["path"] not in HARNESS_PATHS]
         found[arm.name] = sorted({*found.get(arm.name, []), *filter(None, paths)})
     return found
-
-
-def _is_listed(path: str, allowed: Any) -> bool:
-    rules = [str(rule) for rule in allowed] if isinstance(allowed, (list, tuple)) else []
-    return any(path == rule or (rule.endswith(".*") and path.startswith(rule[:-1])) for rule in rules)
 
 # %% ../../nbs/78a_reporting.benchmarks.ipynb #controls
 def _cold_cycles(result: BenchmarkResult) -> int | None:
@@ -151,10 +153,10 @@ def start_words(result: BenchmarkResult) -> str:
     cold: Mapping[str, Any] = result.cold_start or {}
     if not _shares_start(result):
         return "no shared checkpoint; every arm starts from freshly initialised weights of its seed"
-    found = [point for point in cold.get("checkpoints") or [] if isinstance(point, Mapping)]
+    cycles, found = _cold_cycles(result), [point for point in cold.get("checkpoints") or [] if isinstance(point, Mapping)]
     told = "; ".join(f"seed {one_line(p.get('seed'))}: {code_span(str(p.get('checkpoint_digest'))[:16])}, "
                      f"{seconds_or_words(p.get('train_seconds'))}" for p in found)
-    return f"one checkpoint a seed, after {number_text(_cold_cycles(result))} supervised cycles; weights only" + (f" ({told})" if told else "")
+    return f"one checkpoint a seed, after {number_text(cycles)} supervised cycle{'s' * (cycles != 1)}; weights only" + (f" ({told})" if told else "")
 
 
 def controls(result: BenchmarkResult) -> str:
@@ -210,6 +212,14 @@ def _start_caveat(result: BenchmarkResult) -> str:
     return "No arm shows what the cold start alone achieves, so nothing here can be read as a gain of a method."
 
 
+def _measure_caveat(result: BenchmarkResult) -> str:
+    differ = {name: measured_otherwise(paths) for name, paths in arm_differences(result).items()}
+    told = [f"{escape_markdown(name)} ({', '.join(map(code_span, paths))})" for name, paths in differ.items() if paths]
+    if not told:
+        return ""
+    return f"**Not measured alike:** {'; '.join(told)}. Success on other tasks or under other rules is no comparison with the rest. "
+
+
 def caveat(result: BenchmarkResult) -> str:
     """What was measured rather than matched, as one paragraph."""
     matched = _MATCHED.get(str(result.budget_axis), "The file does not say which budget was matched.")
@@ -218,7 +228,7 @@ def caveat(result: BenchmarkResult) -> str:
         "positions for which a teacher was asked, the size of the teacher's cache, peak GPU memory, and the seconds of "
         "training, evaluation and the whole. An on-policy arm writes its own training text, so these cannot be equal to those of a supervised "
         "arm; compare them before comparing success. Asking for fewer positions does not shorten the teacher's forward pass. "
-        f"{_start_caveat(result)} {seconds_words(result)} There are no confidence intervals and no tests here, and none should be added in prose."
+        f"{_measure_caveat(result)}{_start_caveat(result)} {seconds_words(result)} There are no confidence intervals and no tests here, and none should be added in prose."
     )
 
 # %% ../../nbs/78a_reporting.benchmarks.ipynb #teachers
