@@ -314,6 +314,20 @@ def test_a_policy_that_thinks_too_long_starts_no_action(tmp_path):
     assert played.end.reason == EndReason.WALL_TIMEOUT and played.editor.calls == [] and played.turns == []
 
 
+def test_a_policy_is_told_what_time_is_left_and_not_asked_when_there_is_none(tmp_path):
+    asked = []
+
+    class Asked(TapePolicy):
+        def next(self, history, seconds):
+            asked.append(seconds)
+            return super().next(history, seconds)
+
+    editor = Slow([4.0, 60.0])
+    limits = {"wall_seconds": 12, "turns": 2}
+    played = Played(tmp_path, Asked([GOOD] * 3), limits, editor, lambda: editor.now)
+    assert asked == [12.0, 8.0] and played.end.reason == EndReason.WALL_TIMEOUT
+
+
 class Failing(Editor):
     def __init__(self, trouble=None, answer=None, score=None):
         super().__init__()
