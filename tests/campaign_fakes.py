@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sealed_campaign import ENVIRONMENT, sealed, task
+from sealed_campaign import ENVIRONMENT, pinned, sealed, task, write_config
 
 from miniverl.campaign.attempt import Desk
 from miniverl.campaign.budget import Ledger
+from miniverl.campaign.config import model_identity
 from miniverl.campaign.grader import InvalidArtifact
 from miniverl.campaign.grading import Grade
-from miniverl.campaign.manifest import Campaign
+from miniverl.campaign.manifest import Campaign, open_campaign, prepare
 from miniverl.campaign.policy import TapePolicy
 from miniverl.campaign.records import publish
 from miniverl.campaign.sandbox import Closure
 from miniverl.campaign.transfer import Export
 from miniverl.core import sha256_bytes, sha256_file
 from miniverl.wsm.scoring import Score, case_score
+
+__all__ = ["ENVIRONMENT", "Campaign", "Grade", "open_campaign", "sealed"]
 
 ORIGINAL = "not really tensors"
 Say = Callable[[str], object]
@@ -107,6 +111,7 @@ class FakeGrader:
     say: Say = lambda text: None
     instead: Callable[[Path], None] | None = None
     drift: float = 0.0
+    offset: float = 0.0
     environment: Mapping[str, Any] = field(default_factory=lambda: dict(ENVIRONMENT))
 
     def _grade(self, value: float) -> Grade:
@@ -120,18 +125,24 @@ class FakeGrader:
         text = artifact.read_text()
         if text == "invalid":
             raise InvalidArtifact("not_finite", "CANARY of an artifact")
-        return self._grade(3.0 if text == ORIGINAL else float(text))
+        return self._grade((3.0 if text == ORIGINAL else float(text)) + self.offset)
 
     def pristine(self, task: str, seconds: float) -> Grade:
         self.say(f"pristine {task}")
         return self._grade(3.0 + self.drift)
 
 
-def small(folder: Path, **changes: Any) -> Campaign:
-    """A sealed campaign of three trials: unchanged, scripted, agent."""
+def small(folder: Path, agent: Sequence[str] | None = None, **changes: Any) -> Campaign:
+    """A sealed campaign of three trials: unchanged, scripted, and an agent that runs the given programs and submits."""
     source = folder / "source"
+    if agent is not None:
+        tape = [*({"kind": "python", "source": program} for program in agent), {"kind": "submit"}]
+        reference = pinned(source, "agent.json", {"format": "wsm.actions.v1", "trials": {"suffix": [tape]}})
+        changes["runtime"] = {"backend": "local", "grader_python": sys.executable, "actions": reference}
+    environment = changes.pop("environment", ENVIRONMENT)
     one = task(source, "suffix", "spelling", False)
-    return sealed(folder, tasks=[one], repetitions=1, **changes)
+    config = write_config(source, **{"tasks": [one], "repetitions": 1, **changes})
+    return open_campaign(prepare(config, folder / "campaign", environment=environment, isolation=lambda: 0).root)
 
 
 def desk(campaign: Campaign, backend: FakeBackend, grader: FakeGrader) -> Desk:
@@ -145,3 +156,12 @@ def reserve(campaign: Campaign, spec: Any) -> dict[str, Any]:
     found = Ledger(campaign).reserve(spec)
     assert found is not None
     return found
+
+
+def tiny(folder: Path, **changes: Any) -> Campaign:
+    """A sealed campaign of three trials on the tiny model, for a real grader."""
+    from miniverl.wsm.tiny import tiny_snapshot
+
+    model = tiny_snapshot(folder / "source" / "tiny")
+    reference = {"path": "tiny", "id": "tests/tiny", "revision": "0", "sha256": model_identity(model)[0]}
+    return small(folder, **{"model": reference, "environment": {}, **changes})

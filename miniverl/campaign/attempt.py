@@ -197,6 +197,8 @@ def edit(desk: Desk, spec: Any, chain: Chain, editor_spec: Any, policy: Any) -> 
         if session.end.exportable:
             export = editor.export(paths.final)
             session.frozen = Frozen(export.sha256, export.bytes)
+        else:
+            session.fault = getattr(editor, "fault", None)
     except Exception as error:
         session.fault = error
     finally:

@@ -113,6 +113,8 @@ class _Worker:
         return parse_object_line(line, source="grader")
 
     def detail(self) -> str:
+        """The end of the diagnostic stream of a process that has ended."""
+        self.tail.join(1.0)
         return self.tail.text.decode("utf-8", "replace")
 
     def kill(self) -> None:
