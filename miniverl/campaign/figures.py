@@ -52,7 +52,7 @@ def nats(value: float | None) -> str:
 
 # %% ../../nbs/89a_campaign.figures.ipynb #interval-row
 NAMES: Mapping[str, str] = MappingProxyType(
-    {"vs_unchanged": "gain over unchanged", "vs_scripted": "gain over the script", "regression": "loss on unrelated cases"})
+    {"vs_unchanged": "gain over unchanged", "vs_scripted": "gain over the script", "regression": "regression, unrelated cases"})
 
 
 def _task_means(effect: Mapping[str, Any]) -> list[float]:
@@ -100,7 +100,7 @@ def _effects_panel(figure: Figure, summary: Mapping[str, Any], names: Sequence[s
     loss = names[0] == "regression"
     threshold = None if summary["thresholds"] is None else summary["thresholds"]["regression" if loss else "improvement"]
     effects = [summary["contrasts"][name] for name in names]
-    axes = _axes(figure, 1.85, 6.3, top, len(names), 0.62)
+    axes = _axes(figure, 2.1, 6.35, top, len(names), 0.62)
     axes.set_xlim(*_reach(effects, threshold))
     _threshold(axes, threshold, fails_above=loss, word="tolerance" if loss else "threshold")
     for y, (name, effect) in enumerate(zip(names, effects, strict=True)):

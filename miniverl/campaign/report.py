@@ -24,9 +24,9 @@ __all__ = ['reason_words', 'headline', 'effects_section', 'families_section', 's
 _all_ = ["build_summary"]
 
 # %% ../../nbs/89a_campaign.report.ipynb #table
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; every column but the first is set right."""
-    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table; all but the first columns are set right."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * left + "---:|" * (len(header) - left)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
@@ -41,7 +41,7 @@ def _bounds(pair: Sequence[float] | None) -> str:
 def reason_words(reason: str) -> str:
     """A reason code of a decision as a clause."""
     plain = {"thresholds_missing": "no thresholds were set, and none is invented", "incomplete_evidence": "not every scheduled trial completed"}
-    for name, words in NAMES.items():
+    for name, words in ((name, words.partition(",")[0]) for name, words in NAMES.items()):
         bound = "tolerance" if name == "regression" else "threshold"
         plain |= {f"{name}_missing": f"there is no completed pair for the {words}",
                   f"{name}_straddles": f"the interval of the {words} reaches beyond its {bound}",
@@ -78,7 +78,7 @@ def effects_section(summary: Mapping[str, Any]) -> str:
             f"Successful edits: **{rate['successes']} of {rate['scheduled']}** scheduled agent trials ({percent_or_dash(rate['rate'])}).")
     plan = summary["statistics"]
     return "\n".join([
-        "## Effects", "", "Nats per target token on private cases, and on unrelated cases for the loss. Repetitions are averaged within tasks, "
+        "## Effects", "", "Nats per target token on private cases, and on unrelated cases for the regression, where positive is worse. Repetitions are averaged within tasks, "
         "tasks within families, families equally; only completed pairs count.", "",
         _table(["contrast", "completed pairs", "mean", "95 % interval", "required"], rows), "", "![Effects with their intervals](effects.svg)", "", told, "",
         f"The intervals are percentiles of {plan['bootstrap_samples']:,} hierarchical bootstrap resamples with seed {plan['seed']}: "
@@ -123,9 +123,10 @@ def trials_section(summary: Mapping[str, Any]) -> str:
     """What became of every trial, and its aggregate scores."""
     counts = [(arm, *(str(found[status]) for status in OUTCOMES)) for arm, found in summary["statuses"].items()]
     rows = [[row["id"], row["status"], row["reason"] or f"no outcome; last evidence: {row['evidence']}", str(row["actions"]),
-             *_score_words(row["private"]), *_score_words(row["regression"])[:2]] for row in summary["trials"]]
+             *_score_words(row["private"]), *_score_words(row["regression"])] for row in summary["trials"]]
     lines = ["## Trials", "", _table(["arm", *(status.replace("_", " ") for status in OUTCOMES)], counts), "", "![Statuses by arm](statuses.svg)", "",
-             _table(["trial", "status", "reason", "actions", "private NLL", "token-weighted", "target tokens", "unrelated NLL", "token-weighted"], rows), "",
+             _table(["trial", "status", "reason", "actions", "private NLL", "token-weighted", "target tokens", "unrelated NLL", "token-weighted",
+                     "target tokens"], rows, left=3), "",
              "NLL: mean target-token loss in nats, cases weighted equally. `-`: no completed score, or a single case, whose mean would be its own score."]
     if left := summary["inspection_only"]:
         lines += ["", "Inspection only; these receipts stand behind no completed outcome and enter no figure above:", "",
@@ -176,10 +177,10 @@ def sealed_section(summary: Mapping[str, Any]) -> str:
         ("grader environment", escape_markdown(", ".join(f"{name} {value}" for name, value in sorted(summary["environment"].items())))),
         ("environment while grading", "as sealed" if not differs else f"**differs**: {escape_markdown('; '.join(differs))}"), ("review by the operator", review),
     ]
-    table = _table(["", "sealed before the first trial"], rows).replace("---:", "---")
     tasks = [(t["id"], t["family"], str(t["public_cases"]), str(t["private_cases"]), "stochastic" if t["declared_stochastic"] else "deterministic") for t in summary["tasks"]]
-    return "\n".join(["## What was sealed", "", table, "", _table(["task", "family", "public cases", "private cases", "script, as declared"], tasks),
-                      *(["", _items(map(escape_markdown, summary["warnings"]))] if summary["warnings"] else [])])
+    return "\n".join(["## What was sealed", "", _table(["", "sealed before the first trial"], rows, left=2), "",
+                      _table(["task", "family", "public cases", "private cases", "script, as declared"], tasks, left=2),
+                      *(["", "Preflight warned:", "", _items(map(escape_markdown, summary["warnings"]))] if summary["warnings"] else [])])
 
 # %% ../../nbs/89a_campaign.report.ipynb #render
 def report_page(summary: Mapping[str, Any]) -> str:
