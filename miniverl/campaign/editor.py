@@ -46,6 +46,7 @@ class Session:
 
         torch.set_num_threads(1)
         self.model, self.work, self.digest, self.count = WeightModel.load(model), Path(work), "", 0
+        self.work.mkdir(mode=0o700, exist_ok=True)
         self.cases = json.loads(Path(cases).read_text(encoding="utf-8"))
         if checkpoint:
             from safetensors.torch import load

@@ -286,8 +286,10 @@ def _start(plan: Mapping[str, Any], argv: Sequence[str], trouble: int) -> None:
     """In the child: everything up to `exec`; what went wrong is written to `trouble`."""
     try:
         if not plan.get("namespaces"):
+            _prctl(_DEATH_SIGNAL, signal.SIGKILL)
             _exec(plan, argv)
         lone = _leave_world(plan.get("user") or 65534)
+        _prctl(_DEATH_SIGNAL, signal.SIGKILL)  # after the change of user, which would clear it
         inner = {**plan, "user": None} if lone else plan
         first = os.fork()
         if first == 0:
@@ -339,11 +341,20 @@ def supervise(plan: Mapping[str, Any], argv: Sequence[str]) -> dict[str, Any]:
     return {"closed": closed, "exit": code, "reaped": len(statuses), "error": error}
 
 # %% ../../nbs/86d_campaign.jail.ipynb #main
+def _become_work(plan: Mapping[str, Any], work: Sequence[str]) -> None:
+    """Inside bubblewrap, which has made the world already: narrow what is left, and become the work."""
+    try:
+        _exec(plan, work)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        os._exit(SETUP_FAILED)
+
+
 def main(argv: Sequence[str]) -> int:
     """`jail.py PLAN ARGV...`: supervise, or with `"inner"` in the plan just narrow and become the work."""
     plan, work = json.loads(argv[0]), argv[1:]
     if plan.get("inner"):
-        _exec(plan, work)
+        _become_work(plan, work)
     with contextlib.suppress(OSError, ValueError, IndexError):
         _hide_arguments()
     report = supervise(plan, work)

@@ -189,7 +189,8 @@ def command(level: SandboxLevel | int, argv: Sequence[str], binds: Sequence[Bind
     system, links = _system()
     shown = _outermost([*system, *given])
     if number >= 3 and isinstance(level, SandboxLevel) and level.mechanism == "bubblewrap":
-        return [*_BARE, json.dumps({"report": report}), *_bubblewrap(shown, links, [*_BARE, json.dumps({**plan, "inner": True}), *argv])]
+        inside = [*_BARE[:-1], "/w/jail.py", json.dumps({**plan, "inner": True}), *argv]
+        return [*_BARE, json.dumps({"report": report}), *_bubblewrap(shown, links, inside)]
     plan |= {"namespaces": True, "binds": shown, "links": links} if number >= 3 else {}
     return [*_BARE, json.dumps({**plan, "report": report}), *argv]
 
@@ -212,7 +213,7 @@ def _bubblewrap(shown: Sequence[tuple[str, str, bool]], links: Mapping[str, str]
     for source, target, write in [*shown, own]:
         words += ["--bind" if write else "--ro-bind", source, target]
     words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/", "--"]
-    return [*words, *("/w/jail.py" if word == _JAIL else word for word in argv)]
+    return [*words, *argv]
 
 # %% ../../nbs/86c_campaign.launch.ipynb #closure
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from .launch import first_line, give, last_words, python_binds, python_command
 from ..core import BackendError, ConfigError
 
 # %% auto #0
-__all__ = ['main', 'canary', 'breaches', 'probe', 'require']
+__all__ = ['main', 'canary', 'try_level', 'breaches', 'candidates', 'probe', 'require']
 
 # %% ../../nbs/86b_campaign.sandbox.ipynb #canary-program
 def canary(argv: Sequence[str]) -> int:
@@ -75,7 +75,7 @@ def _stage(private: Path | None, level: int) -> Iterator[tuple[Path, list[str]]]
         yield work, [str(private or secret), str(server.getsockname()[1]), str(Path(base, "outside"))]
 
 
-def _try_level(level: SandboxLevel, private: Path | None) -> SandboxLevel:
+def try_level(level: SandboxLevel, private: Path | None = None) -> SandboxLevel:
     """Run the canary at a level; the level with what was found, BackendError if it did not even start."""
     with _stage(private, level.level) as (work, arguments):
         bind = Bind(work, "/w/work", write=True)
@@ -104,7 +104,8 @@ def breaches(level: SandboxLevel) -> list[str]:
     return found + ["survivors_possible"] * bool(level.canary.get("survivors_possible"))
 
 
-def _candidates() -> list[SandboxLevel]:
+def candidates() -> list[SandboxLevel]:
+    """The levels that could be given here, highest first."""
     held = () if os.getuid() else ("the process limit does not count for root",)
     wrapped = [SandboxLevel(3, "bubblewrap")] if shutil.which("bwrap") else []
     return [*wrapped, SandboxLevel(3, "unshare"), SandboxLevel(2, "landlock+seccomp", notes=held),
@@ -127,11 +128,11 @@ def probe(*, private: Path | None = None, at_most: int = 3) -> SandboxLevel:
         When not even the supervisor works, which is so on anything but Linux.
     """
     notes = list[str]()
-    for candidate in _candidates():
+    for candidate in candidates():
         if candidate.level > at_most:
             continue
         try:
-            tried = _try_level(candidate, private)
+            tried = try_level(candidate, private)
             if not (wrong := breaches(tried)):
                 return SandboxLevel(tried.level, tried.mechanism, tried.canary, (*notes, *tried.notes))
             notes.append(f"{candidate.mechanism}: {', '.join(wrong)}")

@@ -122,7 +122,7 @@ class Diagnostics:
     cap: int = DIAGNOSTIC_BYTES
     total: int = 0
     found: list[dict[str, Any]] = field(default_factory=list)
-    last_is_found: bool = False
+    _last: bool = False
     _line: bytearray = field(default_factory=bytearray)
     _long: bool = False
 
@@ -130,6 +130,11 @@ class Diagnostics:
     def flooded(self) -> bool:
         """Whether more came than may."""
         return self.total > self.cap
+
+    @property
+    def ends_with_record(self) -> bool:
+        """Whether the last line is a receipt or refusal, whole, and nothing follows."""
+        return self._last and not self._line and not self._long
 
     def feed(self, block: bytes) -> None:
         """Take the next bytes."""
@@ -146,7 +151,7 @@ class Diagnostics:
 
     def _end_line(self) -> None:
         record = None if self._long else _record(bytes(self._line))
-        self.last_is_found = record is not None
+        self._last = record is not None
         if record is not None and len(self.found) < 2:
             self.found.append(record)
         self._line, self._long = bytearray(), False
@@ -218,9 +223,11 @@ def receive(producer: Producer, final: Path, *, cap: int = PAYLOAD_BYTES, second
             if late.is_set() or listener.is_alive():
                 raise TransferError(f"the export was not done within {seconds:g} s")
             check(said, code, seen, size, cap)
+    except BaseException:
+        producer.stop()
+        raise
     finally:
         timer.cancel()
-        producer.stop()
     return Export(seen, size)
 
 # %% ../../nbs/87a_campaign.transfer.ipynb #copy
@@ -258,7 +265,7 @@ def check(said: Diagnostics, code: int | None, sha256: str, size: int, cap: int)
         raise ExportRejected("the exporter refused the file", reason, detail=str(records[0]["refused"])[:200])
     if code != 0:
         raise TransferError(f"the exporter ended with {code}", detail=said.tail())
-    if len(records) != 1 or not said.last_is_found or "refused" in records[0]:
+    if len(records) != 1 or not said.ends_with_record or "refused" in records[0]:
         raise TransferError(f"{len(records)} receipts where exactly one must end the diagnostics", detail=said.tail())
     if records[0] != {"receipt": RECEIPT, "bytes": size, "sha256": sha256} or type(records[0]["bytes"]) is not int:
         raise TransferError("the receipt is for other bytes than those received", ReasonCode.TRANSFER_MISMATCH)
