@@ -162,7 +162,7 @@ def _legend(figure: Figure, entries: Sequence[tuple[str, str]], bottom: float) -
 
     x, height = 0.25, figure.get_figheight()
     for word, colour in entries:
-        figure.add_artist(Rectangle((x / WIDTH, (bottom - 0.06) / height), 0.12 / WIDTH, 0.12 / height, facecolor=colour, linewidth=0))
+        figure.add_artist(Rectangle((x / WIDTH, (bottom - 0.06) / height), 0.12 / WIDTH, 0.12 / height, facecolor=colour, edgecolor="#bbbbbb", linewidth=0.5))
         figure.text((x + 0.18) / WIDTH, bottom / height, word, fontsize=8.5, va="center", parse_math=False)
         x += 0.42 + 0.062 * len(word)
 
@@ -214,7 +214,7 @@ def budget_svg(summary: Mapping[str, Any]) -> str:
         for _, colour, amount in parts:
             axes.barh(0, amount, left=start, height=0.62, color=colour, linewidth=0)
             start += amount
-        _legend(figure, [(word, colour) for word, colour, _ in parts] + [("not reserved", "#f4f4f4")], 0.2)
+        _legend(figure, [(word, colour) for word, colour, _ in parts] + [("not reserved", "#ffffff")], 0.2)
 
     return render_svg(WIDTH, 1.6, paint, title=f"Reservations of {summary['name']}")
 

@@ -53,7 +53,7 @@ class Assumptions:
     regression_task_sd: float = 0.0
     regression_repetition_sd: float = 0.0
 
-
+# %% ../../nbs/89d_campaign.power.ipynb #design-of
 def design_of(config: CampaignConfig) -> Design:
     """The design of a configuration, families in sorted order."""
     families: dict[str, int] = {}

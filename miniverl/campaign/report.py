@@ -174,7 +174,7 @@ def sealed_section(summary: Mapping[str, Any]) -> str:
         ("model files", code_span(model["sha256"])), ("agent", _agent_words(summary)), ("backend", summary["backend"]), ("isolation", _isolation_words(summary)),
         ("limits", limits), ("unrelated cases", str(summary["regression_cases"])), ("attributed revision", code_span(code["attributed_revision"])),
         ("executed package", code_span(code["package_sha256"])), ("controller", _versions(code["controller_versions"])), ("grader", _versions(code["grader_versions"])),
-        ("grader environment", escape_markdown(", ".join(f"{name} {value}" for name, value in sorted(summary["environment"].items())))),
+        ("grader environment", escape_markdown(", ".join(f"{name} {value}" for name, value in sorted(summary["environment"].items()) if value not in ("", {}, [])))),
         ("environment while grading", "as sealed" if not differs else f"**differs**: {escape_markdown('; '.join(differs))}"), ("review by the operator", review),
     ]
     tasks = [(t["id"], t["family"], str(t["public_cases"]), str(t["private_cases"]), "stochastic" if t["declared_stochastic"] else "deterministic") for t in summary["tasks"]]
