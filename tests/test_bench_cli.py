@@ -21,6 +21,7 @@ from miniverl.core import MissingDependencyError, StoreError, loads_strict
 from miniverl.evaluation.benchmark import run_benchmark
 from miniverl.evaluation.design import SINGLE_SEED
 from miniverl.evaluation.schema import BenchmarkResult, schema_text
+from miniverl.reporting.benchmarks import render_benchmark_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("torch", "ray", "matplotlib", "pandas", "transformers", "numpy")
@@ -255,6 +256,9 @@ def test_run_collide_resume_export(config, tmp_path):
     assert code == 0 and err == "" and out.splitlines()[-1] == "mine.json"
     exported = BenchmarkResult.read(tmp_path / "mine.json")
     assert exported.notes == "mine" and exported.arms[0].success_rate == result.arms[0].success_rate
+    colds = {row["seed"]: row["checkpoint_digest"] for row in result.cold_start["checkpoints"]}
+    assert exported.controlled["initial_checkpoint_digest"] == colds[exported.seeds[0]], "it did not begin from nothing"
+    assert "weights of another run's checkpoint" in render_benchmark_markdown(exported)
     assert str(tmp_path) not in (tmp_path / "mine.json").read_text()
     assert_error(run("export-benchmark", run_dir, "--out", "mine.json"), 1, "mine.json", "--overwrite")
     code, out, _ = run("export-benchmark", run_dir, "--out", "mine.json", "--overwrite", "--json")

@@ -20,6 +20,7 @@ from miniverl.evaluation.evaluator import evaluate_run
 from miniverl.evaluation.export import HARDWARE_KEYS, export_run, sanitize_hardware, submission
 from miniverl.evaluation.schema import BenchmarkResult
 from miniverl.portable import portable_payload
+from miniverl.reporting.benchmarks import render_benchmark_markdown
 from miniverl.store import RunDir
 from miniverl.training.trainer import OPDTrainer
 
@@ -53,6 +54,7 @@ def test_the_file_is_a_valid_result_of_one_arm(copy):
         "violations": [],
         "zero_step_arms": [],
     }
+    assert result.controlled["initial_checkpoint_digest"] is None
     assert {row["path"] for row in arm.runtime_resolution_diff} >= {"memory.strategy"}
     assert result.digest_faults() == [] and result.common_declared_config == result.common_resolved_config
     assert digest(result.common_declared_config) == result.common_declared_config_digest == arm.declared_config_digest
@@ -67,6 +69,18 @@ def test_all_cycles_are_counted_and_not_the_last_one(copy):
     result = json.loads((folder / "eval.json").read_text())
     assert arm.success_rate == result["eval"]["success_rate"] and arm.evaluation_seconds == result["evaluation_seconds"]
     assert arm.baseline_success_rate == result["baseline_eval"]["success_rate"]
+
+
+@pytest.mark.parametrize("event", ["benchmark_cold_start_loaded", "checkpoint_loaded"])
+def test_a_run_that_began_with_trained_weights_says_so(copy, event):
+    folder = copy("opd")
+    with open(folder / "events.jsonl", "a") as journal:
+        journal.write(json.dumps({"event": event, "content_digest": "ab" * 32}) + "\n")
+    result, _ = export_run(folder)
+    assert result.controlled["initial_checkpoint_digest"] == "ab" * 32
+    page = render_benchmark_markdown(result)
+    assert "starting point: weights of another run's checkpoint `abababab" in page and "fresh" not in page
+    assert "what they brought is not its gain" in page
 
 
 def test_a_run_without_evaluation_is_refused_until_it_has_one(copy):

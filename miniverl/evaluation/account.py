@@ -115,7 +115,7 @@ def _disagreements(records: RunRecords, summed: Mapping[str, Any]) -> list[str]:
     steps = (summed["optimizer_steps"], result["parameter_version"], at(result, "final_checkpoint.global_step"))
     return sorted({*found, *(["global_step"] if any(count != result["global_step"] for count in steps) else [])})
 
-
+# %% ../../nbs/72_evaluation.account.ipynb #finished-run
 def finished_run(run: RunDir) -> tuple[RunRecords, RunConfig]:
     """The records of a run with a result, and its resolved configuration; both agree with themselves.
 

@@ -161,7 +161,7 @@ def open_plan(design: Design, folder: Path, now: dict[str, Any], *, resume: bool
     publish_dir(staging, state)
     return now
 
-
+# %% ../../nbs/72c_evaluation.benchmark.ipynb #remove-strays
 def remove_strays(design: Design, folder: Path) -> None:
     """Delete the temp files that a killed process of this benchmark left in the output folder."""
     state = state_folder(design.spec, folder)
@@ -345,10 +345,8 @@ def run_benchmark(
         Output folder; the configuration's by default.
     notes, invocation : str, sequence of str
         Free text and the command, both kept in the result.
-    offline : bool
-        Load models without the network.
-    resume : bool
-        Continue what is there, if anything is; without it nothing may be there.
+    offline, resume : bool
+        Load models without the network; continue what is there, if anything is (without it nothing may be there).
     seeds, arms : sequence, optional
         Only these seeds, only these arms; all by default.
     jobs, engine : int, str
@@ -363,8 +361,7 @@ def run_benchmark(
     MiniVerlError
         What a unit met; the benchmark can be continued.
     """
-    design = resolve_design(spec, seeds=seeds, arms=arms)
-    folder = Path(output if output is not None else spec.output_dir)
+    design, folder = resolve_design(spec, seeds=seeds, arms=arms), result_paths(spec, output)[0].parent
     preflight(design, folder, jobs=jobs, engine=engine, resume=resume)
     plan = new_plan(design, notes=notes, invocation=invocation)
     with run_lock(state_folder(spec, folder)):

@@ -9,8 +9,9 @@ from typing import Any
 
 from ..core import DataError, StoreError, canonical_json, read_json
 from .account import arm_result, budget_report, finished_run, hardware_of, teacher_preparation
-from .publish import redacted_result
+from .publish import redacted_result, started_from
 from .schema import ArmResult, ArmSpec, BenchmarkResult
+from .spec import COLD_EVENT
 from ..portable import portable_payload, safe_name
 from ..reporting.records import RunRecords, at
 from ..schemas.config import RunConfig
@@ -91,9 +92,10 @@ def _row(run: RunDir, records: RunRecords, config: RunConfig) -> ArmResult:
     return ArmResult.parse({**row.model_dump(mode="json"), "baseline_success_rate": start.get("success_rate") if same else None}, source=str(run.path))
 
 
-def _controlled(row: ArmResult, config: RunConfig, split: Any) -> dict[str, Any]:
+def _controlled(row: ArmResult, config: RunConfig, split: Any, run: RunDir) -> dict[str, Any]:
     return {"source": "common_declared_config", "digest": config.digest, "allowed_differences": [], "arms_differ_in": {row.name: []},
             "budget_axis": "optimizer_steps", "budget": budget_report("optimizer_steps", None, [row]), "shared_initial_checkpoint": False,
+            "initial_checkpoint_digest": started_from(run, COLD_EVENT, "checkpoint_loaded"),
             "eval_split": split, "declared_seeds": [row.seed], "declared_arms": [row.name]}
 
 # %% ../../nbs/73_evaluation.export.ipynb #submission
@@ -120,7 +122,7 @@ def submission(run: RunDir, *, notes: str = "") -> BenchmarkResult:
         "software": _software(manifest), "cold_start": {"cycles": 0, "checkpoints": []},
         "common_declared_config": public, "common_declared_config_digest": config.digest,
         "common_resolved_config": public, "common_resolved_config_digest": config.digest,
-        "controlled": _controlled(row, config, counted_evaluation(run, records).get("split")),
+        "controlled": _controlled(row, config, counted_evaluation(run, records).get("split"), run),
         "arms": [row.model_dump(mode="json")], "seeds": [config.run.seed], "teacher_preparation": teacher_preparation([run]),
     }, source=str(run.path)))
 
@@ -138,7 +140,7 @@ def _place(run: RunDir, out: str | Path | None) -> Path:
         raise StoreError(f"{place} lies in the run directory, whose files belong to the run", hint="leave out --out, or choose another folder")
     return place
 
-
+# %% ../../nbs/73_evaluation.export.ipynb #export-run-call
 def export_run(run_dir: str | Path, *, out: str | Path | None = None, notes: str = "", overwrite: bool = False) -> tuple[BenchmarkResult, Path]:
     """Write the result of a single run, fit to be shown to others; returns it and its file.
 

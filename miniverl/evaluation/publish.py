@@ -89,9 +89,9 @@ def final_record(run: RunDir) -> Mapping[str, Any]:
     return record
 
 
-def started_from(run: RunDir) -> str | None:
-    """Content digest of the cold start that was loaded into a run; None if none was."""
-    loads = [event for event in read_journal(run.events) if event.get("event") == COLD_EVENT]
+def started_from(run: RunDir, *names: str) -> str | None:
+    """Content digest of the cold start that was loaded into a run, as an event of these names tells; None if none was."""
+    loads = [event for event in read_journal(run.events) if event.get("event") in (names or (COLD_EVENT,))]
     return str(loads[-1].get("content_digest")) if loads else None
 
 # %% ../../nbs/74_evaluation.publish.ipynb #check-cold

@@ -104,7 +104,7 @@ def evaluation_tag(arm: str) -> str:
     """Tag of the benchmark's evaluation in the run of an arm."""
     return f"benchmark-{arm}"
 
-
+# %% ../../nbs/70_evaluation.spec.ipynb #names-and-parts
 def _chosen(what: str, known: Sequence[Any], wanted: Sequence[Any] | None) -> tuple[Any, ...]:
     """What of `known` was asked for, in its own order; None means all."""
     if wanted is None:

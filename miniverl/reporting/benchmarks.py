@@ -151,6 +151,8 @@ def _shares_start(result: BenchmarkResult) -> bool:
 def start_words(result: BenchmarkResult) -> str:
     """Where the arms started from, in words."""
     cold: Mapping[str, Any] = result.cold_start or {}
+    if loaded := result.controlled.get("initial_checkpoint_digest"):
+        return f"weights of another run's checkpoint {code_span(str(loaded)[:16])}"
     if not _shares_start(result):
         return "no shared checkpoint; every arm starts from freshly initialised weights of its seed"
     cycles, found = _cold_cycles(result), [point for point in cold.get("checkpoints") or [] if isinstance(point, Mapping)]
@@ -205,6 +207,8 @@ _MATCHED = {
 
 
 def _start_caveat(result: BenchmarkResult) -> str:
+    if result.controlled.get("initial_checkpoint_digest"):
+        return "The run began with trained weights; what they brought is not its gain."
     if not _shares_start(result):
         return "The arms share no trained starting point."
     if any(arm.optimizer_steps == 0 for arm in result.arms):
