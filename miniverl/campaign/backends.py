@@ -91,11 +91,11 @@ class LocalProducer:
         """Hang up; the jail kills what is left."""
         self._jailed.hang_up()
 
-# %% ../../nbs/87_campaign.backends.ipynb #worker
+# %% ../../nbs/87_campaign.backends.ipynb #not-started
 class NotStarted(EditorFailed):
     """A worker could not be started; no program ran."""
 
-
+# %% ../../nbs/87_campaign.backends.ipynb #worker-life
 class _Working:
     """An editor's worker: started when needed, ended on any failure."""
 

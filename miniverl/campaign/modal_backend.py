@@ -50,9 +50,9 @@ def window_of(spec: EditorSpec) -> int:
 
 def create_sandbox(sdk: Any, spec: EditorSpec, app: str, cpu: float, memory: int) -> Any:
     """Create the sandbox of one trial; from this call on, something is paid for."""
-    network = {"outbound_cidr_allowlist": list(spec.egress)} if spec.egress else {"block_network": True}
+    window, network = window_of(spec), {"outbound_cidr_allowlist": list(spec.egress)} if spec.egress else {"block_network": True}
     return sdk.Sandbox.create("sleep", "infinity", app=sdk.App.lookup(app, create_if_missing=True), image=image_for(sdk, spec),
-                              timeout=window_of(spec), cpu=cpu, memory=memory, secrets=[], workdir="/w", **network)
+                              timeout=window, cpu=cpu, memory=memory, secrets=[], workdir="/w", **network)
 
 
 def execute(sandbox: Any, module: str, *arguments: str, seconds: float) -> Any:
@@ -215,7 +215,7 @@ class ModalEditor(HostedEditor):
         """Terminate the sandbox, and say whether that is known to have worked."""
         return close_sandbox(self.sandbox)
 
-
+# %% ../../nbs/87c_campaign.modal_backend.ipynb #backend
 class ModalBackend:
     """Opens editors in Modal sandboxes.
 
@@ -242,4 +242,4 @@ class ModalBackend:
             return ModalEditor(sdk, spec, sandbox)
         except Exception as error:
             closed = close_sandbox(sandbox).closed
-            raise EditorFailed("the hosted editor cannot be opened", closed=closed, detail=f"{type(error).__name__}: {error}"[:1000]) from error
+            raise EditorFailed("the hosted editor cannot be opened", closed=closed, detail=f"{error!r} {getattr(error, 'detail', '')}"[:1000]) from error

@@ -139,11 +139,14 @@ class Diagnostics:
     def feed(self, block: bytes) -> None:
         """Take the next bytes."""
         self.total += len(block)
-        *whole, rest = block.split(b"\n")
-        for piece in whole:
+        for number, piece in enumerate(block.split(b"\n")):
+            if number:
+                self._end_line()
             self._add(piece)
-            self._end_line()
-        self._add(rest)
+
+    def tail(self) -> str:
+        """The unfinished last line, for a restricted record."""
+        return self._line[-2000:].decode(errors="replace")
 
     def _add(self, piece: bytes) -> None:
         self._long = self._long or len(self._line) + len(piece) > _LINE
@@ -155,10 +158,6 @@ class Diagnostics:
         if record is not None and len(self.found) < 2:
             self.found.append(record)
         self._line, self._long = bytearray(), False
-
-    def tail(self) -> str:
-        """The unfinished last line, for a restricted record."""
-        return self._line[-2000:].decode(errors="replace")
 
 # %% ../../nbs/87a_campaign.transfer.ipynb #producer
 class Producer(Protocol):
