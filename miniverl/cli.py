@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from .commands import bench, read, work
+from .commands import bench, campaign, read, work
 from .console import HANDLED, LOG_LEVELS, note, prepare_streams, report_error, say, set_log_level
 from .core import UsageError
 
@@ -97,6 +97,7 @@ for _command in (read.doctor, work.demo, read.validate, work.train, work.evaluat
                  bench.schema):
     app.command("eval" if _command is work.evaluate else None)(_command)
 app.add_typer(read.cache_app, name="cache")
+app.add_typer(campaign.campaign_app, name="campaign")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
