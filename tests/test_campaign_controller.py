@@ -400,21 +400,36 @@ os.link = link
 from miniverl.campaign.controller import run_campaign
 run_campaign(sys.argv[1])
 """
+ADOPT = """
+import ctypes, os, signal, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # orphans become ours
+print(subprocess.run([sys.executable, "-c", *sys.argv[1:]]).returncode, flush=True)
+signal.alarm(60)
+try:
+    while True:
+        os.wait()
+except ChildProcessError:
+    print("nothing is left")
+"""
 
 
 @pytest.mark.slow
-def test_a_real_controller_that_is_killed_continues_without_a_second_dispatch(tmp_path):
+def test_a_real_controller_that_is_killed_leaves_no_process_and_dispatches_nothing_twice(tmp_path):
     made = fakes.tiny(tmp_path, environment=None, agent=["model.weights['model.norm.weight'][:4] *= 0.5"])
-    for limit, evidence in ((9, "dispatch"), (17, "history"), (20, "closure")):
+    seen = []
+    for limit in (
+        9,
+        20,
+        22,
+    ):  # before the first turn of the script; in the middle of the agent's trial; after its artifact
         root = tmp_path / f"killed-{limit}"
         shutil.copytree(made.layout.root, root)
-        killed = subprocess.run(
-            [sys.executable, "-c", KILL, root, str(limit)], capture_output=True, text=True, timeout=300
-        )
-        assert killed.returncode == 137, killed.stderr
-        cut = [row for row in campaign_status(root).rows if row.evidence not in ("outcome", "nothing")]
+        killed = subprocess.run([sys.executable, "-c", ADOPT, KILL, root, str(limit)], capture_output=True, text=True)
+        assert killed.stdout.splitlines() == ["137", "nothing is left"], killed.stderr
+        (cut,) = [row for row in campaign_status(root).rows if row.evidence not in ("outcome", "nothing")]
+        seen.append(cut.evidence)
+        dispatch = (root / "trials" / cut.trial / "dispatch.json").read_bytes()
         status = run_campaign(root)
-        assert status.finished and [row.status for row in status.rows if row.trial in {c.trial for c in cut}] == [
-            "outcome_unknown"
-        ] * len(cut)
-        assert {row.evidence for row in cut} <= {"dispatch", "history", "final", "closure"}, evidence
+        assert status.counts == {"completed": 2, "outcome_unknown": 1}
+        assert (root / "trials" / cut.trial / "dispatch.json").read_bytes() == dispatch
+    assert seen[0] == "dispatch" and len(set(seen)) == 3, seen

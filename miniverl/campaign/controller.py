@@ -3,7 +3,6 @@
 # %% ../../nbs/88c_campaign.controller.ipynb #imports
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import tempfile
@@ -21,14 +20,15 @@ from .budget import Ledger
 from .config import parse_tape
 from .grading import GraderClient
 from .manifest import Campaign, TrialSpec, open_campaign, require_same_code
+from .modal_backend import ModalBackend
 from .policy import ResponsesPolicy, ScriptPolicy, TapePolicy
 from .records import STAGES, Outcome, ReasonCode, Schema, controller_lock, derived_status
 from .records import outcome_body, read_record, remove_strays
 from ..core import BackendError
 
 # %% auto #0
-__all__ = ['TrialRow', 'row_of', 'CampaignStatus', 'campaign_status', 'crash_matrix_table', 'policy_for', 'clear_places',
-           'place_for', 'backend_of', 'run_campaign']
+__all__ = ['TrialRow', 'row_of', 'CampaignStatus', 'status_of', 'campaign_status', 'crash_matrix_table', 'policy_for',
+           'clear_places', 'place_for', 'backend_of', 'run_campaign']
 
 # %% ../../nbs/88c_campaign.controller.ipynb #rows
 @dataclass(frozen=True)
@@ -82,10 +82,14 @@ class CampaignStatus:
         return {str(status): found[status] for status in Outcome if found[status]}
 
 
+def status_of(campaign: Campaign) -> CampaignStatus:
+    """Where the trials of an opened campaign stand now."""
+    return CampaignStatus(campaign.manifest["name"], tuple(row_of(campaign, spec) for spec in campaign.schedule))
+
+
 def campaign_status(root: str | os.PathLike[str]) -> CampaignStatus:
     """Where the trials of a campaign stand; checks the seal, changes nothing, needs no lock."""
-    campaign = open_campaign(root)
-    return CampaignStatus(campaign.manifest["name"], tuple(row_of(campaign, spec) for spec in campaign.schedule))
+    return status_of(open_campaign(root))
 
 # %% ../../nbs/88c_campaign.controller.ipynb #matrix
 _MATRIX: dict[str, tuple[str, str, str]] = {
@@ -160,12 +164,12 @@ def _visit(desk: Desk, ledger: Ledger, spec: TrialSpec) -> TrialRow:
 def backend_of(campaign: Campaign) -> Any:
     """The backend that the campaign was sealed for; ConfigError if this machine isolates less than it was sealed with."""
     if campaign.manifest["backend"] == "modal":
-        return importlib.import_module("miniverl.campaign.modal_backend").ModalBackend()
+        return ModalBackend()
     local = LocalBackend()
     local.level_for(campaign.manifest["isolation"]["level"])
     return local
 
-# %% ../../nbs/88c_campaign.controller.ipynb #run-campaign
+# %% ../../nbs/88c_campaign.controller.ipynb #private-files
 @contextmanager
 def _private_files() -> Iterator[None]:
     """Owner-only files, whatever the shell says."""
@@ -175,7 +179,7 @@ def _private_files() -> Iterator[None]:
     finally:
         os.umask(before)
 
-
+# %% ../../nbs/88c_campaign.controller.ipynb #run-campaign
 def run_campaign(root: str | os.PathLike[str], *, backend: Any = None, grader: Any = None,
                  on_progress: Callable[[TrialRow], None] | None = None) -> CampaignStatus:
     """Run what is left of a campaign, in the sealed order; again after an interruption.
@@ -208,15 +212,14 @@ def run_campaign(root: str | os.PathLike[str], *, backend: Any = None, grader: A
         asked = grader or stack.enter_context(GraderClient(campaign.restricted["grader_python"], campaign))
         desk = Desk(campaign, backend or backend_of(campaign), asked, partial(place_for, campaign), partial(policy_for, campaign))
         _walk(desk, Ledger(campaign), on_progress)
-    return campaign_status(root)
+        return status_of(campaign)
 
 # %% ../../nbs/88c_campaign.controller.ipynb #walk
 def _walk(desk: Desk, ledger: Ledger, on_progress: Callable[[TrialRow], None] | None) -> None:
     """Visit the schedule until it ends or a trial stops it."""
-    schedule = desk.campaign.schedule
-    if any(row_of(desk.campaign, spec).reason == ReasonCode.PRISTINE_MISMATCH for spec in schedule):
+    if status_of(desk.campaign).stopped:
         return
-    for spec in schedule:
+    for spec in desk.campaign.schedule:
         row = _visit(desk, ledger, spec)
         if on_progress:
             on_progress(row)

@@ -134,6 +134,18 @@ def sealed_cases(inputs: Path, sha256: str) -> list[dict[str, str]]:
         raise DataError(f"the sealed input {sha256[:12]} is no list of cases", hint="a case has a prompt and a target")
     return cases
 
+# %% ../../nbs/88_campaign.grader.ipynb #measure
+def _load(snapshot: Path) -> WeightModel:
+    """The retained model, the way any user would load it."""
+    from miniverl.wsm.model import WeightModel
+
+    return WeightModel.load(snapshot)
+
+
+def _measure(model: WeightModel, inputs: Path, cases: Mapping[str, str]) -> dict[str, Any]:
+    """Score records by name, from the digests of sealed cases by name."""
+    return {name: model.evaluate(sealed_cases(inputs, sha256)).to_record() for name, sha256 in cases.items()}
+
 # %% ../../nbs/88_campaign.grader.ipynb #grader-class
 class Grader:
     """The original model, and what it takes to measure other weights in its place.
@@ -151,34 +163,24 @@ class Grader:
 
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
-        self.snapshot, self.inputs = Path(snapshot), Path(inputs)
-        self.reference = {name: entry for path in weight_files(self.snapshot) for name, entry in read_header(path).entries.items()}
-        self.model = self._load()
-
-    def _load(self) -> WeightModel:
-        from miniverl.wsm.model import WeightModel
-
-        return WeightModel.load(self.snapshot)
-
-    def _measure(self, private: str, regression: str) -> dict[str, Any]:
-        return {"private": self.model.evaluate(sealed_cases(self.inputs, private)).to_record(),
-                "regression": self.model.evaluate(sealed_cases(self.inputs, regression)).to_record()}
+        self.snapshot, self.inputs, self.model = snapshot, inputs, _load(snapshot)
+        self.reference = {name: entry for path in weight_files(snapshot) for name, entry in read_header(path).entries.items()}
 
     def pristine(self, private: str, regression: str) -> dict[str, Any]:
         """Scores of the retained snapshot, loaded afresh."""
-        self.model = self._load()
-        return self._measure(private, regression)
+        self.model = _load(self.snapshot)
+        return _measure(self.model, self.inputs, {"private": private, "regression": regression})
 
     def grade(self, artifact: Path, sha256: str, private: str, regression: str) -> dict[str, Any]:
-        """Scores of an artifact; every tensor of the model is overwritten, so nothing of an earlier grading is left."""
-        data = read_once(Path(artifact))
+        """Scores of an artifact whose bytes have this digest."""
+        data = read_once(artifact)
         if hashlib.sha256(data).hexdigest() != sha256:
             raise DataError("the artifact is not the one that was frozen", hint="somebody altered the campaign")
         self.model.load_tensors(validated(data, self.reference))
         try:
-            return self._measure(private, regression)
+            return _measure(self.model, self.inputs, {"private": private, "regression": regression})
         except DataError as error:
-            self.pristine(private, regression)  # raises if it is the cases that cannot be scored
+            self.pristine(private, regression)
             raise InvalidArtifact("not_finite", "the model with these tensors gives no finite loss") from error
 
 # %% ../../nbs/88_campaign.grader.ipynb #request

@@ -72,10 +72,42 @@ class _Tail(threading.Thread):
         while block := self.stream.read1(65536):
             self.text = (self.text + block)[-self.keep:]
 
-# %% ../../nbs/88a_campaign.grading.ipynb #worker
+    def told(self) -> str:
+        """The end of what a process said that has ended."""
+        self.join(1.0)
+        return self.text.decode("utf-8", "replace")
+
+# %% ../../nbs/88a_campaign.grading.ipynb #read-line
 _REPLY = 64 * 2**20
 
 
+def _read_line(stream: Any, seconds: float) -> bytes:
+    """The next line of a pipe, or what there was of it when the pipe ended or the line grew without end; GraderTimeout after `seconds`."""
+    line, end = b"", time.monotonic() + seconds
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(stream, selectors.EVENT_READ)
+        while not line.endswith(b"\n") and len(line) <= _REPLY:
+            if not waiting.select(max(0.0, end - time.monotonic())):
+                raise GraderTimeout(f"no grade after {seconds:g} seconds", hint="the limit is limits.grader_seconds")
+            if not (block := os.read(stream.fileno(), 65536)):
+                break
+            line += block
+    return line
+
+
+def _write_line(stream: Any, text: str) -> None:
+    stream.write(text.encode("utf-8") + b"\n")
+    stream.flush()
+
+
+def _close(stream: Any) -> None:
+    """Close a pipe, also one whose other end is gone."""
+    try:
+        stream.close()
+    except OSError:
+        pass
+
+# %% ../../nbs/88a_campaign.grading.ipynb #worker
 class _Worker:
     """One grader process: a line in, a line out, within a number of seconds."""
 
@@ -85,37 +117,21 @@ class _Worker:
                                             env=_ENVIRONMENT, cwd="/", start_new_session=True, umask=0o077)
         except OSError as error:
             raise GraderCrash(f"the grader cannot be started: {error.strerror or error}") from error
-        self.tail = _Tail(self.process.stderr)
-        assert self.process.stdout is not None and self.process.stdin is not None
-        self.answers, self.questions = self.process.stdout, self.process.stdin
+        self.tail, self.questions, self.answers = _Tail(self.process.stderr), self.process.stdin, self.process.stdout
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Send one request and wait for its answer."""
+        """Send one request and wait for its answer; GraderTimeout, or GraderCrash if the process dies over it."""
         try:
-            self.questions.write(compact_json(request).encode("utf-8") + b"\n")
-            self.questions.flush()
+            _write_line(self.questions, compact_json(request))
         except OSError as error:
-            raise GraderCrash("the grader has died", self.detail()) from error
+            raise GraderCrash("the grader has died", self.tail.told()) from error
         return self.reply(seconds)
 
     def reply(self, seconds: float) -> dict[str, Any]:
-        """The next line; GraderTimeout after `seconds`, GraderCrash if the stream ends first."""
-        line, end = b"", time.monotonic() + seconds
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(self.answers, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
-                if not waiting.select(max(0.0, end - time.monotonic())):
-                    raise GraderTimeout(f"no grade after {seconds:g} seconds", hint="the limit is limits.grader_seconds")
-                block = os.read(self.answers.fileno(), 65536)
-                line += block
-                if not block or len(line) > _REPLY:
-                    raise GraderCrash("the grader died before it answered", self.detail())
+        """The next answer."""
+        if not (line := _read_line(self.answers, seconds)).endswith(b"\n"):
+            raise GraderCrash("the grader died before it answered", self.tail.told())
         return parse_object_line(line, source="grader")
-
-    def detail(self) -> str:
-        """The end of the diagnostic stream of a process that has ended."""
-        self.tail.join(1.0)
-        return self.tail.text.decode("utf-8", "replace")
 
     def kill(self) -> None:
         """End the process and everything in its group; harmless when it is gone."""
@@ -127,14 +143,6 @@ class _Worker:
         self.tail.join(1.0)
         for stream in (self.questions, self.answers, self.process.stderr):
             _close(stream)
-
-# %% ../../nbs/88a_campaign.grading.ipynb #close-stream
-def _close(stream: Any) -> None:
-    """Close a pipe, also one whose other end is gone."""
-    try:
-        stream.close()
-    except OSError:
-        pass
 
 # %% ../../nbs/88a_campaign.grading.ipynb #grade
 @dataclass(frozen=True)
@@ -150,69 +158,43 @@ class Grade:
         return {"artifact_sha256": artifact_sha256, "private": self.private, "regression": self.regression,
                 "fingerprint": self.fingerprint}
 
+# %% ../../nbs/88a_campaign.grading.ipynb #start-worker
+def _started(command: list[str]) -> tuple[_Worker, dict[str, Any]]:
+    """A grader that is ready, and its fingerprint; GraderCrash otherwise."""
+    worker = _Worker(command)
+    try:
+        head = worker.reply(START_SECONDS)
+        if "ready" in head:
+            return worker, head["ready"]
+        raise GraderCrash("the grader cannot load the retained model", str(head.get("failed", "")))
+    except BaseException as error:
+        worker.kill()
+        if isinstance(error, GraderTimeout):
+            raise GraderCrash(f"the grader did not start within {START_SECONDS:g} seconds") from error
+        raise
+
 # %% ../../nbs/88a_campaign.grading.ipynb #client
 class GraderClient:
-    """Grades artifacts of one campaign in another process, which is started when it is first needed. A context manager.
+    """Grades artifacts of an opened campaign in another process, started when it is first needed; a context manager.
 
-    Parameters
-    ----------
-    grader_python
-        The interpreter that the campaign was prepared with.
-    campaign
-        An opened campaign; its sealed inputs are the only ones that can be graded on.
+    Errors: InvalidArtifact with a `code`, GraderTimeout after `seconds`, GraderCrash for no answer at all.
     """
 
     def __init__(self, grader_python: str | os.PathLike[str], campaign: Any) -> None:
-        self.python, self.campaign, self.started = os.fspath(grader_python), campaign, 0
+        self.python, self.campaign, self.started = grader_python, campaign, 0
         self._worker: _Worker | None = None
         self._fingerprint: dict[str, Any] = {}
 
     def grade(self, artifact: Path, sha256: str, task: str, seconds: float) -> Grade:
-        """Scores of an artifact on the cases of a task.
-
-        Raises
-        ------
-        InvalidArtifact
-            If the artifact may not be loaded; `code` says why.
-        GraderTimeout, GraderCrash
-            If there is no answer within `seconds`, or none at all.
-        """
-        return self._ask({"op": "grade", "artifact": os.path.abspath(artifact), "sha256": sha256, **self._inputs(task)}, seconds)
+        """Scores of an artifact on the sealed cases of a task."""
+        return _asked(self, {"op": "grade", "artifact": os.path.abspath(artifact), "sha256": sha256, **self._inputs(task)}, seconds)
 
     def pristine(self, task: str, seconds: float) -> Grade:
-        """Scores of the retained model itself on the cases of a task."""
-        return self._ask({"op": "pristine", **self._inputs(task)}, seconds)
+        """Scores of the retained model itself on the same cases."""
+        return _asked(self, {"op": "pristine", **self._inputs(task)}, seconds)
 
     def _inputs(self, task: str) -> dict[str, str]:
         return {"private": self.campaign.task(task)["private"]["sha256"], "regression": self.campaign.manifest["regression"]["sha256"]}
-
-    def _ask(self, request: Mapping[str, Any], seconds: float) -> Grade:
-        worker = self._worker or self._start()
-        try:
-            answer = worker.ask(request, seconds)
-            if answer.get("ok") is True:
-                return Grade(**answer["body"], fingerprint=self._fingerprint)
-        except BaseException:
-            self.close()
-            raise
-        if answer.get("code"):
-            raise InvalidArtifact(answer["code"], answer["detail"])
-        self.close()
-        raise GraderCrash("the grader failed", answer.get("detail", ""))
-
-    def _start(self) -> _Worker:
-        layout = self.campaign.layout
-        self._worker, self.started = _Worker(command_of(self.python, layout.snapshot, layout.inputs)), self.started + 1
-        try:
-            head = self._worker.reply(START_SECONDS)
-        except GraderTimeout as error:
-            self.close()
-            raise GraderCrash(f"the grader did not start within {START_SECONDS:g} seconds") from error
-        if "ready" not in head:
-            self.close()
-            raise GraderCrash("the grader cannot load the retained model", str(head.get("failed", "")))
-        self._fingerprint = head["ready"]
-        return self._worker
 
     def close(self) -> None:
         """End the process; the next question starts another one."""
@@ -225,6 +207,26 @@ class GraderClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+# %% ../../nbs/88a_campaign.grading.ipynb #asked
+def _asked(client: GraderClient, request: Mapping[str, Any], seconds: float) -> Grade:
+    """Ask the client's process, starting it if there is none; only a score and a rejection leave it alive."""
+    layout = client.campaign.layout
+    try:
+        if client._worker is None:
+            client.started += 1
+            client._worker, client._fingerprint = _started(command_of(client.python, layout.snapshot, layout.inputs))
+        answer = client._worker.ask(request, seconds)
+        if answer.get("ok") is True:
+            return Grade(**answer["body"], fingerprint=client._fingerprint)
+        if answer.get("code"):
+            raise InvalidArtifact(answer["code"], answer["detail"])
+        raise GraderCrash("the grader failed", answer.get("detail", ""))
+    except InvalidArtifact:
+        raise
+    except BaseException:
+        client.close()
+        raise
 
 # %% ../../nbs/88a_campaign.grading.ipynb #compare
 def score_differences(name: str, before: Mapping[str, Any], now: Mapping[str, Any], tolerance: float | None) -> list[str]:
