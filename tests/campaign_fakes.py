@@ -112,10 +112,11 @@ class FakeGrader:
     instead: Callable[[Path], None] | None = None
     drift: float = 0.0
     offset: float = 0.0
+    wander: Mapping[str, float] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=lambda: dict(ENVIRONMENT))
 
-    def _grade(self, value: float) -> Grade:
-        return Grade(score(value), score(1.5), dict(self.environment))
+    def _grade(self, value: float, task: str = "") -> Grade:
+        return Grade(score(value), score(1.5 + self.wander.get(task, 0.0)), dict(self.environment))
 
     def grade(self, artifact: Path, sha256: str, task: str, seconds: float) -> Grade:
         self.say(f"grade {artifact.parent.name}")
@@ -125,11 +126,11 @@ class FakeGrader:
         text = artifact.read_text()
         if text == "invalid":
             raise InvalidArtifact("not_finite", "CANARY of an artifact")
-        return self._grade((3.0 if text == ORIGINAL else float(text)) + self.offset)
+        return self._grade((3.0 if text == ORIGINAL else float(text)) + self.offset, task)
 
     def pristine(self, task: str, seconds: float) -> Grade:
         self.say(f"pristine {task}")
-        return self._grade(3.0 + self.drift)
+        return self._grade(3.0 + self.drift, task)
 
 
 def small(folder: Path, agent: Sequence[str] | None = None, **changes: Any) -> Campaign:

@@ -122,7 +122,7 @@ def test_private_scores_select_nothing(base, tmp_path):
         shutil.copytree(base.layout.root, root)
         score = random.Random(seed).random()
         grader = fakes.FakeGrader()
-        grader._grade = lambda _, score=score: fakes.Grade(
+        grader._grade = lambda *_, score=score: fakes.Grade(
             fakes.score(score), fakes.score(1.0), dict(fakes.ENVIRONMENT)
         )
         run_campaign(root, backend=fakes.FakeBackend(programs={"agent": "set 2.5"}), grader=grader)
@@ -231,6 +231,14 @@ def test_a_pristine_mismatch_stops_the_campaign_for_good(root):
         )
         assert status.rows[0].reason == "pristine_mismatch"
     assert "private.equal" in (root / "restricted" / UNCHANGED / "error.json").read_text()
+
+
+def test_unchanged_weights_agree_across_tasks_on_the_unrelated_cases(tmp_path):
+    campaign = fakes.sealed(tmp_path)
+    status = run_campaign(
+        campaign.layout.root, backend=fakes.FakeBackend(), grader=fakes.FakeGrader(wander={"capital": 2**-45})
+    )
+    assert status.stopped and [row.reason for row in status.rows[:3]] == ["graded", "pristine_mismatch", None]
 
 
 def test_a_frozen_tolerance_allows_a_small_drift_and_another_machine(tmp_path):

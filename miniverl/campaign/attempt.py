@@ -6,15 +6,16 @@ from __future__ import annotations
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .grader import InvalidArtifact
-from .grading import GraderTimeout, grade_differences, tolerance_of
-from .records import Outcome, ReasonCode, Schema, outcome_body, private_dir, publish_copy, record_sha256, write_record
+from .grading import GraderTimeout, grade_differences, score_differences, tolerance_of
+from .records import Outcome, ReasonCode, Schema, outcome_body, private_dir, publish_copy
+from .records import read_record, record_sha256, write_record
 from .transfer import ExportRejected, TransferError
 from .trial import EndReason, Logbook, Trial, TrialEnd, describe
 from ..core import BackendError, DataError, MiniVerlError, read_json
@@ -212,6 +213,13 @@ class PristineMismatch(BackendError):
     """This machine does not measure what was sealed."""
 
 
+def _unchanged_receipts(campaign: Any) -> Iterator[dict[str, Any]]:
+    """The receipts of unchanged weights that are there already; they were scored on the same unrelated cases."""
+    for other in campaign.schedule:
+        if other.arm == "unchanged" and (path := campaign.layout.grade(other.id)).exists():
+            yield read_record(path, Schema.GRADE, manifest_sha256=campaign.manifest_sha256, trial=other.id)
+
+
 def check_pristine(desk: Desk, spec: Any, grade: Any) -> None:
     """PristineMismatch unless unchanged weights score as the retained model does, in the environment that was sealed."""
     tolerance, sealed = tolerance_of(desk.campaign.manifest), desk.campaign.manifest["environment"]
@@ -219,7 +227,10 @@ def check_pristine(desk: Desk, spec: Any, grade: Any) -> None:
         raise PristineMismatch(f"the grader's environment is not the sealed one: {'; '.join(moved)}", hint="continue where it was prepared")
     if spec.arm == "unchanged":
         pristine = desk.grader.pristine(spec.task, desk.limits["grader_seconds"])
-        if found := grade_differences(pristine.body(""), grade.body(""), tolerance):
+        found = grade_differences(pristine.body(""), grade.body(""), tolerance)
+        for other in _unchanged_receipts(desk.campaign):
+            found += score_differences("regression", other["regression"], grade.regression, tolerance)
+        if found:
             raise PristineMismatch(f"unchanged weights do not score like the retained model: {'; '.join(found)}",
                                    hint="the environment is not what was sealed")
 
