@@ -34,9 +34,8 @@ class Place:
         self.checkpoint: Path | None = None
         shutil.copytree(spec.snapshot, self.model)
         shutil.copyfile(spec.public, self.cases)
-        for path in (*self.model.iterdir(), self.cases):
-            path.chmod(0o444)
-        self.model.chmod(0o755)
+        for path in (self.model, *self.model.rglob("*"), self.cases):
+            path.chmod(0o755 if path.is_dir() else 0o444)
         for path in (self.work, self.out):
             path.mkdir(mode=0o700)
             give(path, level)
