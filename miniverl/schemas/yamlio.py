@@ -189,7 +189,8 @@ def _faults(model: type[BaseModel], error: ValidationError, data: Any) -> Iterat
         elif fault["type"] == "missing":
             yield path, f"{path} is missing", ""
         else:
-            says = re.sub(r"^(Input|Value error,) ", "", fault["msg"]).replace("should be a valid ", "should be a ")
+            says = re.sub(r"^(Input|Value error,) ", "", fault["msg"])
+            says = re.sub(r"should be a valid (?=([aeiou])?)", lambda found: "should be an " if found.group(1) else "should be a ", says)
             yield path, f"{path}{value} {says}" if fault["msg"].startswith("Input") else f"{path}: {says}", ""
 
 # %% ../../nbs/02a_schemas.yamlio.ipynb #explain-places
