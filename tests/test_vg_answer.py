@@ -20,7 +20,6 @@ from miniverl.verify_gym.answer import (
     Answer,
     Malformed,
     Task,
-    assistant_text,
     decimals,
     grade,
     parse_answer,
@@ -163,11 +162,6 @@ def test_the_last_answer_of_the_finished_text_counts():
         "": "MALFORMED",
     }.items():
         assert grade(ROOT2, reply).verdict == verdict, reply
-
-
-def test_assistant_text():
-    assert assistant_text("a <think>b</think> c") == " c" and assistant_text("plain") == "plain"
-    assert isinstance(assistant_text("a <think> b"), Malformed)
 
 
 def test_text_limit_is_checked_before_conversion(monkeypatch):

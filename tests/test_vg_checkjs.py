@@ -13,9 +13,10 @@ import pytest
 from vg_second import PROJECT, bridge, needs_node
 
 from miniverl.verify_gym.answer import Task, grade
+from miniverl.verify_gym.conformance import grade_parts
 from miniverl.verify_gym.exact import RowError, VerifyGymError, lowest
 
-Question, SecondDecider, comparable = bridge.Question, bridge.SecondDecider, bridge.comparable
+Question, SecondDecider = bridge.Question, bridge.SecondDecider
 CHECK = PROJECT / "check.js"
 
 
@@ -44,7 +45,7 @@ def agree(second):
         questions = list(questions)
         for question, found in zip(questions, second.decide(questions), strict=True):
             mine = grade(question.task, question.reply, truncated=question.truncated)
-            assert comparable(mine) == found, question.reply[:200]
+            assert grade_parts(mine) == found, question.reply[:200]
         return len(questions)
 
     return check
@@ -186,7 +187,7 @@ def test_logarithms_agree_with_whole_powers_next_to_the_root(agree):
         questions += [Question(row, answer(lo, hi)), Question(row, answer(hi, hi + 1)), Question(row, answer(1, lo))]
     agree(questions)
     with SecondDecider(exact=True) as exact:
-        assert exact.decide(questions) == [comparable(grade(q.task, q.reply)) for q in questions]
+        assert exact.decide(questions) == [grade_parts(grade(q.task, q.reply)) for q in questions]
 
 
 @needs_node
@@ -246,7 +247,7 @@ def test_random_polynomials_never_admitted_by_one_isolation_alone_unless_descart
     admitted = only_sturm = 0
     for question, found in zip(questions, second.decide(questions), strict=True):
         try:
-            mine = comparable(grade(*question[:2]))
+            mine = grade_parts(grade(*question[:2]))
         except RowError:
             only_sturm += "error" not in found
             continue

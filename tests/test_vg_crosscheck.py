@@ -79,7 +79,7 @@ def test_the_committed_score_card_comes_out_again(tmp_path, capsys, monkeypatch)
     assert card.read_bytes() == scorecard.CARD.read_bytes()
 
     made = json.loads(card.read_text(encoding="utf-8"))
-    monkeypatch.setattr(scorecard, "crosscheck", lambda **how: crosscheck.Crosscheck(600, 2514, []))
+    monkeypatch.setattr(scorecard, "crosscheck", lambda **how: crosscheck.Crosscheck(600, 2530, []))
     monkeypatch.setattr(scorecard, "make_card", lambda found: made)
     check = ["--fast", "--check", "--out", str(card)]
     assert scorecard.main(check) == 0
@@ -98,6 +98,13 @@ def test_the_card_has_the_shape_of_the_policies():
     assert rows["float"]["mean"] > rows["bisect"]["mean"] and rows["float"]["refuted"] > 12
     assert all(row["refused"] == 0 for row in rows.values())
     assert card["decided_twice"]["differences"] == 0
+
+
+@needs_node
+def test_a_card_that_cannot_be_written_is_two_lines(tmp_path, capsys):
+    assert scorecard.main(["--fast", "--out", str(tmp_path / "none" / "card.json")]) == 1
+    shown = capsys.readouterr()
+    assert not shown.out and len(shown.err.splitlines()) == 2
 
 
 @needs_node

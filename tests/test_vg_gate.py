@@ -22,7 +22,7 @@ from miniverl.verify_gym.controls import controls, extra_controls, forgeries, gr
 from miniverl.verify_gym.curriculum import heldout
 from miniverl.verify_gym.exact import VerifyGymError
 from miniverl.verify_gym.families import generate
-from miniverl.verify_gym.gate import GateError, plant, require_green, run_gate
+from miniverl.verify_gym.gate import OUTCOMES, GateError, plant, require_green, run_gate
 
 ROOT = Path(__file__).resolve().parents[1]
 LINE = "2240 forgeries planted on 120 rows · 0 leaked · 0 misfiled · 240 green controls · GATE GREEN"
@@ -49,7 +49,7 @@ def body(planted):
 def test_the_held_out_gate_is_green():
     report = require_green()
     assert report.line() == LINE
-    assert report.extra_line() == f"{len(extra_controls())} extra controls · 0 wrong · 0 greens unpaid · 0 errors"
+    assert report.extra_line() == f"{len(extra_controls())} extra controls · 0 wrong · 0 greens wrong · 0 errors"
 
 
 def test_rows_that_nobody_chose_are_green_too():
@@ -123,6 +123,51 @@ def returns_nothing(task, reply, *, truncated=False):
     return None
 
 
+def pays_forgeries_less_than_a_step(task, reply, *, truncated=False):
+    got = grade(task, reply, truncated=truncated)
+    return replace(got, progress=got.progress or 0.9)
+
+
+def pays_half_a_step_more(task, reply, *, truncated=False):
+    got = grade(task, reply, truncated=truncated)
+    return replace(got, progress=got.progress + 0.5)
+
+
+def pays_more_than_all(task, reply, *, truncated=False):
+    got = grade(task, reply, truncated=truncated)
+    return replace(got, progress=1000) if got.progress and task.split != "control" else got
+
+
+class Anything(str):
+    """Equal to every verdict."""
+
+    __eq__ = __ne__ = lambda self, other: self is not other
+    __hash__ = str.__hash__
+
+
+def says_anything(task, reply, *, truncated=False):
+    return replace(grade(task, reply, truncated=truncated), verdict=Anything("PAID"))
+
+
+def pays_from_a_pair_of_its_own(task, reply, *, truncated=False):
+    class Generous(Grade):
+        reward_pair = (1, 1)
+
+    return Generous(*vars(grade(task, reply, truncated=truncated)).values())
+
+
+def ends_the_run_at_the_second_extra(task, reply, *, truncated=False):
+    if task.split == "control" and reply == "<answer>1, 2</answer>":
+        sys.exit()
+    return grade(task, reply, truncated=truncated)
+
+
+def is_interrupted(task, reply, *, truncated=False):
+    if task.split == "control":
+        raise KeyboardInterrupt
+    return grade(task, reply, truncated=truncated)
+
+
 def raises_on_one_kind(task, reply, *, truncated=False):
     return 1 // 0 if "1/0" in reply else grade(task, reply, truncated=truncated)
 
@@ -134,6 +179,13 @@ def raises_on_one_kind(task, reply, *, truncated=False):
         (decides_bad_rows, {"bad extra"}),
         (ignores_truncation, {"bad extra"}),
         (returns_nothing, {"error"}),
+        (pays_forgeries_less_than_a_step, {"error"}),
+        (pays_half_a_step_more, {"error"}),
+        (pays_more_than_all, {"bad green"}),
+        (says_anything, {"error"}),
+        (pays_from_a_pair_of_its_own, {"leaked", "bad green", "bad extra"}),
+        (ends_the_run_at_the_second_extra, {"error"}),
+        (is_interrupted, {"error"}),
         (raises_on_one_kind, {"error"}),
     ],
 )
@@ -148,7 +200,7 @@ def test_a_bad_grader_turns_the_gate_red(grader, outcomes):
 
 def test_a_grader_that_raises_is_counted_not_a_crash():
     report = run_gate(some(), raises_on_one_kind)
-    assert report.errors == 3 and report.planted == 56
+    assert report.count("error") == 3 and report.planted == 56
     assert "ZeroDivisionError" in report.findings[0].sentence()
 
 
@@ -165,9 +217,30 @@ def test_a_grader_that_hangs_after_a_while_is_red_and_its_thread_ends():
         return grade(task, reply, truncated=truncated)
 
     report = run_gate(some(), hangs, patience=0.3)
-    assert not report.green and report.errors == 1 and report.planted == 5
+    assert not report.green and report.count("error") == 1 and report.planted == 5
     assert report.findings[-1].sentence().endswith("no grade in time")
     assert not [thread for thread in threading.enumerate() if thread.name == "verify-gym gate"]
+
+
+def test_a_grader_that_comes_back_too_late_is_red_though_it_judged_everything():
+    def dawdles(task, reply, *, truncated=False):
+        begun = time.monotonic()
+        while truncated and time.monotonic() - begun < 0.6:
+            try:
+                time.sleep(0.01)
+            except BaseException:
+                continue
+        return grade(task, reply, truncated=truncated)
+
+    report = run_gate(some(), dawdles, patience=0.4)
+    assert not report.green and report.findings[-1].sentence().endswith("no grade in time")
+
+
+def test_counts_are_those_of_the_findings():
+    report = run_gate(some(), pays_copies)
+    assert report.count("leaked") == 3 and f" {report.count('bad extra')} wrong " in report.extra_line()
+    assert sum(map(report.count, OUTCOMES)) == len(report.findings)
+    assert replace(report, findings=()).line().replace("GREEN", "RED") != report.line()
 
 
 def test_nothing_planted_is_not_green():
@@ -196,7 +269,7 @@ def test_the_unchanged_source_passes_the_gate(battery):
 def test_every_mutant_is_killed_and_by_whom(matrix):
     assert [row["name"] for row in matrix["rows"] if row["killed_by"] == "nothing"] == []
     assert matrix["first_35"] == 35 and len({row["name"] for row in matrix["rows"]}) == matrix["mutants"]
-    assert matrix["first_35_killed_by"] == {"forgeries and greens": 23, "extra controls": 11, "the syntax tree": 1}
+    assert matrix["first_35_killed_by"] == {"forgeries and greens": 24, "extra controls": 10, "the syntax tree": 1}
 
 
 def test_float_logarithms_are_caught_by_the_syntax_tree_alone(matrix):

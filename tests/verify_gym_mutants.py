@@ -180,6 +180,26 @@ FURTHER = (
     answer_edit("REFUSED hides REFUTED", "(REFUTED, REFUSED) if word in words", "(REFUSED, REFUTED) if word in words"),
     answer_edit("the sign is lost", REDUCED, "lowest(p, q)\n"),
     answer_edit("paid out of a cap of 1", "0, family.cap, _reason(words)", "0, 1, _reason(words)"),
+    exact_edit(
+        "the k-th root as an upper end certifies",
+        "left, right = n * q**k, p**k\n    return (left > right) - (left < right)",
+        "left, right = n * q**k, p**k\n    return (left > right) - (left <= right)",
+    ),
+    exact_edit("x^x refused at 1", "    if p < q:\n        return None\n", "    if p <= q:\n        return None\n"),
+    exact_edit(
+        "far above is below",
+        "    if p > q * n.bit_length():\n        return -1",
+        "    if p > q * n.bit_length():\n        return 1",
+    ),
+    exact_edit("isolation by variations alone", "    if sign_low * sign_high != -1:", "    if False:"),
+    answer_edit("an answer needs no opening tag", NO_TAG, "    if False:\n"),
+    answer_edit("no limit on the body", "if end - begin <= BODY_LIMIT else", "if True else"),
+    answer_edit("the body is limited one character short", "<= BODY_LIMIT else", "< BODY_LIMIT else"),
+    answer_edit("one digit too many is read", "DIGIT_LIMIT = 80", "DIGIT_LIMIT = 81"),
+    answer_edit("the last digit is refused", "DIGIT_LIMIT = 80", "DIGIT_LIMIT = 79"),
+    answer_edit("only the numerator's text is limited", " or len(bottom) > DIGIT_LIMIT:", ":"),
+    answer_edit("the size limit itself is refused", SIZE, SIZE.replace("<=", "<")),
+    answer_edit("the size limit of x^x is a little larger", "10**5, 8, _xx_side", "11**5, 8, _xx_side"),
     Mutant(
         "a point never ends",
         (

@@ -17,11 +17,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verify_gym.answer import Grade, Task
+from verify_gym.answer import Task
 from verify_gym.exact import VerifyGymError
 
 CHECK = Path(__file__).resolve().with_name("check.js")
-COMPARED = ("verdict", "lo", "hi", "decimals", "progress")
 
 
 class Question(NamedTuple):
@@ -41,12 +40,6 @@ def find_node() -> str:
             "install Node.js 18 or newer; nothing was decided",
         )
     return node
-
-
-def comparable(grade: Grade) -> dict[str, Any]:
-    """What the two deciders have to agree on, in the words of the protocol."""
-    values = (grade.verdict, grade.lo_word, grade.hi_word, grade.decimals, grade.progress)
-    return dict(zip(COMPARED, values, strict=True))
 
 
 class SecondDecider:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from bridge import CHECK, Question, SecondDecider
 from verify_gym.answer import grade
+from verify_gym.cli import run_safely, say
 from verify_gym.conformance import conformance_cases, judged
 from verify_gym.curriculum import heldout
 from verify_gym.exact import VerifyGymError
@@ -105,20 +106,16 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def run(work: Any, *args: Any) -> int:
-    """Do it; a handled error is two lines and exit status 1."""
-    try:
-        print(work(*args))
-    except VerifyGymError as error:
-        print(error.message, error.hint, sep="\n", file=sys.stderr)
-        return 1
+def check(exact: bool, program: Path) -> int:
+    """Print the outcome, if it's one without differences."""
+    say(require_agreement(crosscheck(exact=exact, program=program)).line())
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     chosen = arguments(argparse.ArgumentParser(description="Decide every held-out answer twice.")).parse_args(argv)
-    return run(lambda: require_agreement(crosscheck(exact=chosen.exact, program=chosen.decider)).line())
+    return run_safely(lambda: check(chosen.exact, chosen.decider))
 
 
 if __name__ == "__main__":

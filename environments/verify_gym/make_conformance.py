@@ -10,9 +10,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from verify_gym.cli import run_safely, say
 from verify_gym.conformance import conformance_lines, lines_sha256
 
 SUITE = Path(__file__).resolve().with_name("conformance.jsonl")
+
+
+def deliver(out: Path) -> int:
+    """Write the file and print its digest."""
+    lines = list(conformance_lines())
+    out.write_text("".join(lines), encoding="ascii", newline="\n")
+    say(f"{len(lines)} lines, sha256 {lines_sha256(lines)}")
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,11 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=SUITE, help="the file (default: conformance.jsonl beside this program)"
     )
-    out = parser.parse_args(argv).out
-    lines = list(conformance_lines())
-    out.write_text("".join(lines), encoding="ascii", newline="\n")
-    print(f"{len(lines)} lines, sha256 {lines_sha256(lines)}")
-    return 0
+    options = parser.parse_args(argv)
+    return run_safely(lambda: deliver(options.out))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from bridge import CHECK
-from crosscheck import Crosscheck, crosscheck, require_agreement, run
+from crosscheck import Crosscheck, crosscheck, require_agreement
+from verify_gym.cli import run_safely, say
 from verify_gym.curriculum import curriculum_sha256, entry
 from verify_gym.exact import VerifyGymError
 from verify_gym.gate import require_green
@@ -47,8 +48,8 @@ def card_text(card: dict[str, Any]) -> str:
     return json.dumps(card, indent=1, ensure_ascii=False) + "\n"
 
 
-def deliver(out: Path, check: bool, exact: bool, program: Path) -> str:
-    """Make the card and write it, or compare it with the file; return what to print."""
+def deliver(out: Path, check: bool, exact: bool, program: Path) -> int:
+    """Make the card and write it, or compare it with the file."""
     found = require_agreement(crosscheck(exact=exact, program=program))
     card = make_card(found)
     text = card_text(card)
@@ -58,7 +59,8 @@ def deliver(out: Path, check: bool, exact: bool, program: Path) -> str:
         )
     if not check:
         out.write_text(text, encoding="utf-8")
-    return "\n".join([*card["gate"], found.line(), "", score_table(card)])
+    say("\n".join([*card["gate"], found.line(), "", score_table(card)]))
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=CARD, help="the file (default: scorecard.json beside this program)")
     parser.add_argument("--decider", type=Path, default=CHECK, help="another second decider with the same protocol")
     chosen = parser.parse_args(argv)
-    return run(deliver, chosen.out, chosen.check, not chosen.fast, chosen.decider)
+    return run_safely(lambda: deliver(chosen.out, chosen.check, not chosen.fast, chosen.decider))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from .exact import Rational, RowError, VerifyGymError, cmp_kroot, cmp_poly, cmp_
 
 # %% auto #0
 __all__ = ['ROW_KEYS', 'Side', 'FAMILIES', 'OPEN', 'CLOSE', 'BODY_LIMIT', 'DIGIT_LIMIT', 'CERTIFIED', 'REFUTED', 'REFUSED',
-           'MALFORMED', 'VERDICTS', 'Task', 'rational_text', 'Family', 'side_of', 'Answer', 'Malformed',
-           'assistant_text', 'parse_answer', 'decimals', 'Grade', 'grade']
+           'MALFORMED', 'VERDICTS', 'Task', 'rational_text', 'Family', 'side_of', 'Answer', 'Malformed', 'parse_answer',
+           'decimals', 'Grade', 'grade']
 
 # %% ../../nbs/91_verify_gym.answer.ipynb #task
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Malformed:
 
     reason: str
 
-# %% ../../nbs/91_verify_gym.answer.ipynb #assistant-text
+# %% ../../nbs/91_verify_gym.answer.ipynb #text-start
 OPEN, CLOSE = "<answer>", "</answer>"
 
 
@@ -207,12 +207,6 @@ def _text_start(reply: str) -> int | Malformed:
     closed = reply.rfind("</think>")
     start = closed + len("</think>") if closed >= 0 else 0
     return start if reply.find("<think>", start) < 0 else Malformed("the thinking never ends")
-
-
-def assistant_text(reply: str) -> str | Malformed:
-    """What is graded of a reply: the text after the last </think>; thinking that never ends leaves nothing."""
-    start = _text_start(reply)
-    return reply[start:] if isinstance(start, int) else start
 
 # %% ../../nbs/91_verify_gym.answer.ipynb #answer-body
 BODY_LIMIT = 400

@@ -109,7 +109,7 @@ def lines_sha256(lines: Iterable[str]) -> str:
     return digest.hexdigest()
 
 # %% ../../nbs/96c_verify_gym.conformance.ipynb #sha256
-CONFORMANCE_SHA256 = "73f3ea6cd3f909bece890e429b2120c05146d651907564ac21b486ee2aa623eb"
+CONFORMANCE_SHA256 = "cd4436f50927c73f054b5112ca38272e918bf9762138ec744726e4dab9e91f4a"
 
 # %% ../../nbs/96c_verify_gym.conformance.ipynb #report
 @dataclass(frozen=True)

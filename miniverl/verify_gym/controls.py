@@ -196,7 +196,7 @@ ROWS = MappingProxyType(
         "two roots": _row("poly", (0, 1), (3, 1), coefficients=(2, -3, 1)),
         "three roots": _row("poly", (0, 1), (6, 1), coefficients=(-119, 184, -72, 8)),
         "a complex pair nearby": _row("poly", (0, 1), (2, 1), coefficients=(-10001, 30001, -30000, 10000)),
-        "a root at an end": _row("poly", (1, 1), (2, 1), coefficients=(2, -3, 1)),
+        "a root at an end": _row("poly", (1, 1), (2, 1), coefficients=(3, -5, 2)),
     }
 )
 
@@ -215,11 +215,15 @@ def _side_controls() -> list[Control]:
         _bracket("the root as lo, x^x", "x^x = 4", "2, 3", REFUTED),
         _bracket("the root as hi, x^x", "x^x = 4", "1, 2", REFUTED),
         _bracket("the root as lo, k-th root", "cube root of 27", "3, 4", REFUTED),
+        _bracket("the root as hi, k-th root", "cube root of 27", "2, 3", REFUTED),
         _bracket("the root as lo, polynomial", "1/2", "1/2, 1", REFUTED),
+        _bracket("the root as hi, polynomial", "1/2", "0, 1/2", REFUTED),
+        _bracket("the border of x^x is in its domain", "x^x = 4", "1, 3", CERTIFIED),
         _bracket("another root, three decimals", "one of three", "4.984, 4.985", REFUSED),
         _bracket("another root, two decimals", "one of three", "4.98, 4.99", REFUSED),
         _bracket("a true end below the bracket", "root of x^2 - 2", "1.4142, 1.4143", REFUSED),
         _bracket("one side refused, one false", "sqrt 2", "0, 1", REFUTED),
+        _bracket("an end far above the root of x^x", "x^x = 5", "2, 100000", CERTIFIED, 0),
         _bracket("a negative root", "-sqrt 2", "-1.415, -1.414", CERTIFIED, 3),
         _bracket("two roots in the interval", "two roots", "0.9, 1.1", RAISES),
         _bracket("three roots in the interval", "three roots", "0.9, 1.1", RAISES),
@@ -233,7 +237,7 @@ _ROOT_TWO = "1.4142135623730950488016887"
 
 
 def _pay_controls() -> list[Control]:
-    """Decimals, the cap, and the two limits."""
+    """Decimals, the cap, and the limits."""
     return [
         _bracket("the narrow interval copied", "sqrt 2, narrow", "1.41, 1.42", CERTIFIED, 0),
         _bracket("one decimal beyond the narrow interval", "sqrt 2, narrow", "1.414, 1.415", CERTIFIED, 1),
@@ -241,9 +245,26 @@ def _pay_controls() -> list[Control]:
         _bracket("a hair wider than 1/1000", "sqrt 2", f"1.414, 1.415{_TINY}", CERTIFIED, 2),
         _bracket("tighter than the cap", "sqrt 2", f"{_ROOT_TWO}, {_ROOT_TWO[:-1]}8", CERTIFIED, 20),
         _bracket("wider than stated", "sqrt 2", "1, 3", CERTIFIED, 0),
+        *_limit_controls(),
+    ]
+
+
+def _limit_controls() -> list[Control]:
+    """On either side of each limit, and what is beyond a limit until it's reduced."""
+    many = 10**30
+    return [
         _bracket("ninety digits that reduce to 1", "sqrt 2", f"1{'0' * 89}/1{'0' * 89}, 1.5", MALFORMED),
+        _bracket("eighty digits", "sqrt 2", f"{'0' * 79}7/5, 3/{'0' * 79}2", CERTIFIED, 1),
+        _bracket("eighty-one digits above the line", "sqrt 2", f"{'0' * 80}7/5, 3/2", MALFORMED),
+        _bracket("eighty-one digits below the line", "sqrt 2", f"7/5, 3/{'0' * 80}2", MALFORMED),
         _bracket("over the limit until reduced, unpaid", "x^x = 5", "200000/100000, 3", CERTIFIED, 0),
         _bracket("over the limit until reduced, paid", "x^x = 5", "210000/100000, 214000/100000", CERTIFIED, 1),
+        _bracket("the size limit of x^x", "x^x = 5", "100000/49999, 3", CERTIFIED, 0),
+        _bracket("one over the size limit of x^x", "x^x = 5", "100001/50000, 3", MALFORMED),
+        _bracket("the size limit above the line", "sqrt 2", f"{many}/{many - 1}, 1.5", CERTIFIED, 0),
+        _bracket("one over the size limit above the line", "sqrt 2", f"{many + 1}/{many}, 1.5", MALFORMED),
+        _bracket("the size limit below the line", "1/2", f"{many // 2 - 1}/{many}, 1", CERTIFIED, 0),
+        _bracket("one over the size limit below the line", "1/2", f"{many // 2}/{many + 1}, 1", MALFORMED),
     ]
 
 # %% ../../nbs/94a_verify_gym.controls.ipynb #extra-text
@@ -252,7 +273,10 @@ def _text_controls() -> list[Control]:
     true = answer_text("1.414", "1.415")
     fullwidth = "\uff11.414"
     return [
-        _extra("a last answer never closed", "sqrt 2", f"{true}\n<answer>1.41421, 1.41422", MALFORMED),
+        _extra("a last answer never closed", "sqrt 2", f"{true}\n<answer>1.41421, 1.414220", MALFORMED),
+        _extra("an answer never opened", "sqrt 2", "So now 1.414, 1.415</answer>", MALFORMED),
+        _bracket("four hundred characters", "sqrt 2", "1.414, 1.415".rjust(400), CERTIFIED, 3),
+        _bracket("four hundred and one characters", "sqrt 2", "1.414, 1.415".rjust(401), MALFORMED),
         _extra("words after the numbers", "sqrt 2", "<answer>1.414, 1.415 exactly</answer>", MALFORMED),
         _extra("words before the numbers", "sqrt 2", "<answer>x in 1.414, 1.415</answer>", MALFORMED),
         _extra("a third number", "sqrt 2", "<answer>1.414, 1.415, 1.416</answer>", MALFORMED),

@@ -17,8 +17,8 @@ from .exact import Isolated, Rational, RowError, VerifyGymError, cmp_poly, isola
 
 # %% auto #0
 __all__ = ['Draw', 'TRIES', 'ENDS', 'GENERATORS', 'WORDINGS', 'Stream', 'draw_xx', 'integer_root', 'draw_kroot', 'cluster_rank',
-           'has_rational_root', 'draw_poly', 'generate', 'polynomial_text', 'read_polynomial', 'Wording', 'prompt',
-           'read_prompt']
+           'has_rational_root', 'draw_poly', 'generate', 'polynomial_text', 'read_polynomial', 'Wording', 'limit_text',
+           'prompt', 'read_prompt']
 
 # %% ../../nbs/92_verify_gym.families.ipynb #stream
 _T = TypeVar("_T")
@@ -262,7 +262,8 @@ WORDINGS: Mapping[str, Wording] = {
 }
 
 # %% ../../nbs/92_verify_gym.families.ipynb #prompt
-def _limit_text(limit: int) -> str:
+def limit_text(limit: int) -> str:
+    """10^k for a power of ten, the digits of another number."""
     zeros = len(str(limit)) - 1
     return f"10^{zeros}" if limit == 10**zeros else str(limit)
 
@@ -280,7 +281,7 @@ Give lo and hi with lo < x < hi. Each of the two claims lo < x and x < hi is dec
 its claim false.
 {wording.domain} Write an end as a whole number, a fraction such as -7/3 or a plain decimal such as 2.25, without \
 exponent or expression. Reduced to lowest terms, its numerator and denominator may be at most \
-{_limit_text(family.size_limit)} in size, and neither may be written with more than 80 digits.
+{limit_text(family.size_limit)} in size, and neither may be written with more than 80 digits.
 
 Reward: 0 if a claim is false, the answer can't be read or the reply is cut off. Otherwise let d be the largest whole \
 number with hi - lo <= 10^-d, and at least 0. The known bracket has d = {stated}; each decimal beyond that earns \

@@ -15,9 +15,10 @@ from .controls import forgeries as forgeries
 from .controls import greens as greens
 from .curriculum import heldout
 from .exact import RowError, VerifyGymError
+from .policies import Grader
 
 # %% auto #0
-__all__ = ['OUTCOMES', 'Grader', 'PATIENCE', 'LATE', 'Finding', 'judge', 'GateReport', 'plant', 'run_gate', 'GateError',
+__all__ = ['OUTCOMES', 'PATIENCE', 'LATE', 'ENDED', 'Finding', 'judge', 'GateReport', 'plant', 'run_gate', 'GateError',
            'require_green']
 
 # %% ../../nbs/95_verify_gym.gate.ipynb #finding
@@ -44,26 +45,30 @@ class Finding:
         planted, where = self.control.planted, self.control.task.task_id
         return f"{self.outcome}: {planted.kind} on {where} should be {planted.expected}, got {self.got}"
 
-# %% ../../nbs/95_verify_gym.gate.ipynb #judge
+# %% ../../nbs/95_verify_gym.gate.ipynb #outcome
+def _parts(got: Grade) -> tuple[str, int, int]:
+    """Verdict, progress and cap of a grade; TypeError where one only passes for a text or a whole number."""
+    parts = got.verdict, *got.reward_pair
+    if [type(part) for part in parts] != [str, int, int]:
+        raise TypeError(f"no grade: {parts}")
+    return parts
+
+
 def _outcome(control: Control, verdict: str, progress: int, cap: int) -> str:
     """What is wrong with this grade of a control; empty where nothing is."""
     fits = verdict == control.planted.expected and cap == FAMILIES[control.task.family].cap
     if control.group == "forgery":
         return "leaked" if progress else "" if fits else "misfiled"
     if control.group == "green":
-        return "" if fits and progress > 0 else "bad green"
+        return "" if fits and 0 < progress <= cap else "bad green"
     return "" if fits and progress == control.progress else "bad extra"
 
-
-Grader = Callable[..., Grade]
-
-
+# %% ../../nbs/95_verify_gym.gate.ipynb #judge
 def judge(control: Control, grader: Grader) -> Finding | None:
     """Plant one control; None where the grade is as it should be."""
     try:
         extra = {"truncated": True} if control.truncated else {}
-        got = grader(control.task, control.planted.reply, **extra)
-        verdict, progress, cap = str(got.verdict), int(got.progress), int(got.cap)
+        verdict, progress, cap = _parts(grader(control.task, control.planted.reply, **extra))
     except Exception as error:
         if control.planted.expected == RAISES and isinstance(error, RowError):
             return None
@@ -79,23 +84,19 @@ class GateReport:
     Parameters
     ----------
     rows : rows judged
-    planted, leaked, misfiled : forgeries planted; paid; unpaid under another verdict
-    greens, bad_greens : true brackets planted; not paid
-    extras, bad_extras : extra controls planted; any other outcome than the one that they state
-    errors : controls on which the grader raised, gave no grade, or gave none in time
+    planted, greens, extras : forgeries, true brackets and extra controls planted
     findings : every control that came out wrong
     """
 
     rows: int
     planted: int
-    leaked: int
-    misfiled: int
     greens: int
-    bad_greens: int
     extras: int
-    bad_extras: int
-    errors: int
     findings: tuple[Finding, ...]
+
+    def count(self, outcome: str) -> int:
+        """How many controls came out wrong in one of the `OUTCOMES`."""
+        return sum(found.outcome == outcome for found in self.findings)
 
     @property
     def green(self) -> bool:
@@ -104,21 +105,21 @@ class GateReport:
 
     def line(self) -> str:
         """The one line that stands above every number of this environment."""
-        counts = f"{self.planted} forgeries planted on {self.rows} rows · {self.leaked} leaked · {self.misfiled} misfiled"
-        return f"{counts} · {self.greens} green controls · GATE {'GREEN' if self.green else 'RED'}"
+        wrong = f"{self.count('leaked')} leaked · {self.count('misfiled')} misfiled"
+        counts = f"{self.planted} forgeries planted on {self.rows} rows · {wrong} · {self.greens} green controls"
+        return f"{counts} · GATE {'GREEN' if self.green else 'RED'}"
 
     def extra_line(self) -> str:
         """The controls that are counted apart, and what went wrong outside the first line's counts."""
-        wrong = f"{self.bad_extras} wrong · {self.bad_greens} greens unpaid · {self.errors} errors"
-        return f"{self.extras} extra controls · {wrong}"
+        greens, errors = self.count("bad green"), self.count("error")
+        return f"{self.extras} extra controls · {self.count('bad extra')} wrong · {greens} greens wrong · {errors} errors"
 
 # %% ../../nbs/95_verify_gym.gate.ipynb #tally
 def _tally(planted: Sequence[Control], findings: Sequence[Finding]) -> GateReport:
-    """Count what was planted by group and what came out wrong by outcome."""
+    """Count what was planted, by group."""
     rows = len({item.task.task_id for item in planted if item.group == "forgery"})
     forged, green, extra = (sum(item.group == group for item in planted) for group in GROUPS)
-    leaked, misfiled, unpaid, wrong, errors = (sum(found.outcome == outcome for found in findings) for outcome in OUTCOMES)
-    return GateReport(rows, forged, leaked, misfiled, green, unpaid, extra, wrong, errors, tuple(findings))
+    return GateReport(rows, forged, green, extra, tuple(findings))
 
 # %% ../../nbs/95_verify_gym.gate.ipynb #watch
 class _Cut(BaseException):
@@ -131,7 +132,7 @@ def _in_time(work: Callable[[], None], patience: float) -> bool:
     def guarded() -> None:
         try:
             work()
-        except _Cut:
+        except BaseException:  # the caller sees what is missing
             pass
 
     thread = Thread(target=guarded, daemon=True, name="verify-gym gate")
@@ -147,7 +148,7 @@ def _in_time(work: Callable[[], None], patience: float) -> bool:
 
 # %% ../../nbs/95_verify_gym.gate.ipynb #run-gate
 PATIENCE = 120.0
-LATE = "no grade in time"
+LATE, ENDED = "no grade in time", "the end of the run"
 
 
 def plant(planned: Sequence[Control], grader: Grader, patience: float = PATIENCE) -> GateReport:
@@ -168,9 +169,11 @@ def plant(planned: Sequence[Control], grader: Grader, patience: float = PATIENCE
                 findings.append(found)
             done.append(control)
 
-    if not _in_time(work, patience) and len(done) < len(planned):
-        findings.append(Finding(planned[len(done)], "error", LATE))
-    return _tally(done, findings)
+    in_time = _in_time(work, patience)
+    judged = len(done)
+    if judged < len(planned) or not in_time:
+        findings.append(Finding(planned[min(judged, len(planned) - 1)], "error", ENDED if in_time else LATE))
+    return _tally(done[:judged], findings)
 
 
 def run_gate(tasks: Sequence[Task] | None = None, grader: Grader = grade, patience: float = PATIENCE) -> GateReport:

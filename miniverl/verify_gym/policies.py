@@ -11,10 +11,10 @@ from math import log
 from types import MappingProxyType
 from typing import Any
 
-from .answer import FAMILIES, Grade, Task, grade, rational_text, side_of
+from .answer import FAMILIES, VERDICTS, Grade, Task, grade, rational_text, side_of
 from .curriculum import heldout
 from .exact import Rational, VerifyGymError, lowest
-from .families import prompt, read_prompt
+from .families import integer_root, prompt, read_prompt
 
 # %% auto #0
 __all__ = ['DIGITS', 'BISECTIONS', 'Policy', 'POLICIES', 'Grader', 'POLICY_WORDS', 'estimate', 'best_bracket', 'answer_text',
@@ -26,12 +26,8 @@ DIGITS = 100
 
 
 def _estimate_kroot(n: int, k: int) -> int:
-    """The whole part of the k-th root of n, times 10**DIGITS."""
-    target = n * 10 ** (DIGITS * k)
-    root = 1 << -(-target.bit_length() // k)
-    while (lower := ((k - 1) * root + target // root ** (k - 1)) // k) < root:
-        root = lower
-    return root
+    """The k-th root of n, times 10**DIGITS, rounded down."""
+    return integer_root(n * 10 ** (DIGITS * k), k)
 
 # %% ../../nbs/94_verify_gym.policies.ipynb #estimate-poly
 def _scaled_value(coefficients: Sequence[int], m: int) -> int:
@@ -248,11 +244,10 @@ def score_grades(tasks: Sequence[Task], grades: Sequence[Grade]) -> dict[str, An
     """One entry of a score card from the grades of one policy, one a task."""
     families = dict.fromkeys(task.family for task in tasks)
     pairs = list(zip(tasks, grades, strict=True))
-    verdicts = ("CERTIFIED", "REFUTED", "REFUSED", "MALFORMED")
     return {
         "mean": _mean(grades),
         "families": {family: _mean([got for task, got in pairs if task.family == family]) for family in families},
-        **{word.lower(): sum(got.verdict == word for got in grades) for word in verdicts},
+        **{word.lower(): sum(got.verdict == word for got in grades) for word in VERDICTS},
     }
 
 
@@ -280,7 +275,7 @@ POLICY_WORDS: Mapping[str, str] = MappingProxyType(
 def score_table(card: Mapping[str, Any]) -> str:
     """A score card as a Markdown table, a row for each policy."""
     families = list(next(iter(card["policies"].values()))["families"])
-    verdicts = ["certified", "refuted", "refused", "malformed"]
+    verdicts = [word.lower() for word in VERDICTS]
     lines = ["| policy | mean reward | " + " | ".join([*families, *verdicts]) + " |"]
     lines.append("|---|" + "---:|" * (1 + len(families) + len(verdicts)))
     for name, entry in card["policies"].items():
