@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -206,6 +209,55 @@ def test_the_checker_handles_short_numbers_only():
         numbers = [leaf for _, leaf in leaves(made["claims"]) if isinstance(leaf, str) and leaf.isdigit()]
         assert max(map(len, numbers)) <= 40
         assert len(json.dumps(made)) < 3000
+
+
+def test_no_chain_may_drop_all_of_a_number():
+    """Dropping more bits than there are makes the bound 1 * 2**s for any s, and a shift of any length."""
+    row = task("xx", (2, 1), (3, 1), n=5)
+    made = explain(row, answer("2.1", "2.2"))
+    for name, which in (("lo", 0), ("lo", 1), ("hi", 0), ("hi", 1)):
+        for dropped in (10**4, 10**12, 10**30):
+            for mantissa in ("0", "1"):
+                hostile = put(made, ("claims", name, "evidence", which, -1), [mantissa, dropped])
+                with pytest.raises(CertificateError, match="step"):
+                    check_certificate(row.to_row(), hostile)
+
+
+@pytest.mark.parametrize("row", ROWS[::2], ids=lambda row: row.task_id)
+def test_what_is_read_is_what_was_printed(row):
+    for reply in replies(row):
+        made = explain(row, reply)
+        assert json.dumps(chapter._printed(row, chapter._read(row, made))) == json.dumps(made)
+
+
+@pytest.mark.parametrize("row", [ROWS[0], ROWS[5], ROWS[10]], ids=lambda row: row.family)
+def test_the_arithmetic_alone_finds_a_wrong_number_or_word(row):
+    """Without the form: every change of a well-formed proof is found by multiplying and comparing."""
+    for reply in replies(row):
+        proof = chapter._read(row, explain(row, reply))
+        chapter._follow(row, proof)
+        other = {"CERTIFIED": "REFUTED", "REFUTED": "CERTIFIED", "REFUSED": "CERTIFIED"}
+        wrong = [replace(proof, words=(other[proof.words[0]], proof.words[1]))]
+        wrong += [replace(proof, words=(proof.words[0], other[proof.words[1]]))]
+        wrong += [replace(proof, **{name: getattr(proof, name) + 1}) for name in ("stated", "decimals", "progress")]
+        wrong += [replace(proof, verdict=other[proof.verdict])]
+        wrong += [replace(proof, transform=[1, *proof.transform[1:]])] if row.family == "poly" else []
+        for changed in wrong:
+            with pytest.raises((CertificateError, ValueError)):
+                chapter._follow(row, changed)
+
+
+def test_the_two_halves_are_apart():
+    """The arithmetic knows no JSON and no text, and is short enough to be written again by a stranger."""
+    tree = ast.parse(Path(chapter.__file__).read_text(encoding="utf-8"))
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    arithmetic = ["_value", "_isolated", "_ladder", "_rounded", "_climb", "_less"]
+    arithmetic += ["_outside", "_bounds", "_claim", "_has_decimals", "_follow"]
+    used = {node.id for name in arithmetic for node in ast.walk(functions[name]) if isinstance(node, ast.Name)}
+    assert not used & {"json", "lowest", "_read", "_printed", "_text"}
+    assert used & set(functions) <= {*arithmetic, "_need"}
+    bodies = [node for name in arithmetic for node in ast.walk(functions[name]) if isinstance(node, ast.stmt)]
+    assert len(bodies) - 2 * len(arithmetic) < 45
 
 
 def test_the_checker_imports_no_decider():
