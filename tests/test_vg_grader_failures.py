@@ -1,22 +1,64 @@
 """Ways in which graders of answers have failed in public, each tried on this one with an input of our own.
 
-What needs a framework adapter, the gate or a rollout log is tested beside those; everything here is `grade` alone.
+Here everything is `grade` alone; what needs a framework, the gate, the second decider or a log stands beside those.
+
+     1  a power tower hangs the parser               test_a_power_tower_is_not_evaluated
+     2  memory grows until the machine dies          test_memory_does_not_grow_with_the_reply
+     3  a timeout by signal off the main thread      test_threads_and_event_loops_get_the_same_grades
+     4  an error in the grader counts as a 0         test_vg_rewards.py::test_a_raising_grader_stops_a_trainer
+                                                     test_vg_rewards.py::test_a_grader_that_fails_now_and_then_is_never_taken_for_a_zero
+                                                     bindings/test_v0.py::test_a_raising_grader_is_seen
+                                                     bindings/test_v1.py::test_a_raising_grader_is_an_error_on_the_trace
+     5  equality depends on the order of arguments   test_the_order_of_the_ends_is_part_of_the_claim
+     6  model text is evaluated                      test_model_text_is_never_run
+     7  only the end of the reply is searched        test_text_after_the_answer_does_not_hide_it
+     8  an open last answer falls back               test_an_unterminated_last_answer_does_not_fall_back
+     9  first answer here, last answer there         test_one_rule_picks_the_answer
+                                                     test_the_same_answer_is_picked_everywhere
+    10  no answer found: the whole text is graded    test_a_mention_outside_the_tags_is_not_an_answer
+    11  unfinished thinking is paid                  test_unfinished_thinking_is_not_an_answer
+    12  load counts as grading time                  test_load_changes_no_verdict
+    13  never paid, whatever the reply               bindings/test_v0.py::test_rewards_are_those_of_the_core
+                                                     bindings/test_v1.py::test_evaluation_from_end_to_end
+    14  a bad row pays every reply                   test_a_bad_row_is_a_fault_and_never_pays
+    15  a true answer isn't equal to itself          test_vg_gate.py::test_the_held_out_gate_is_green
+    16  an answer is extracted twice                 test_the_answer_is_read_once
+    17  an integer of more than 4,300 digits raises  test_integers_beyond_the_conversion_limit_are_an_answer_too_long
+    18  NaN passes a tolerance                       test_no_number_that_compares_as_neither
+    19  a hung check blocks the batch                test_the_dearest_answer_is_cheap
+    20  the example in the prompt is graded          test_the_example_of_the_format_earns_nothing
+                                                     test_vg_rewards.py::test_the_example_in_the_prompt_is_no_answer
+    21  a truncated reply is paid                    test_a_truncated_reply_is_paid_nothing
+                                                     test_vg_rewards.py::test_truncated_pays_nothing_whatever_the_reply
+                                                     test_vg_rollouts.py::test_a_forged_sample_refuses_the_run
+                                                     bindings/test_v0.py::test_a_truncated_reply_is_paid_nothing
+                                                     bindings/test_v1.py::test_evaluation_from_end_to_end
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import random
+import re
 import sys
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from vg_second import bridge, needs_node
 
 from miniverl.verify_gym import answer, exact
 from miniverl.verify_gym.answer import Task, grade
+from miniverl.verify_gym.conformance import grade_parts
+from miniverl.verify_gym.curriculum import train
 from miniverl.verify_gym.exact import RowError, cmp_xx
+from miniverl.verify_gym.families import prompt
+from miniverl.verify_gym.policies import POLICIES
+from miniverl.verify_gym.rewards import reward_fn
+from miniverl.verify_gym.rollouts import Header, RolloutLog, recheck
 
 XX = Task("xx", "control", 0, {"n": 30}, (2, 1), (3, 1))  # x = 2.6...
 ROOT3 = Task("kroot", "control", 0, {"n": 3, "k": 2}, (1, 1), (2, 1))
@@ -125,6 +167,30 @@ def test_one_rule_picks_the_answer():
     assert grade(ROOT3, WRONG + TRUE).verdict == "CERTIFIED" and grade(ROOT3, TRUE + WRONG).verdict == "REFUTED"
 
 
+@needs_node
+def test_the_same_answer_is_picked_everywhere(tmp_path):
+    """The grader, the second decider, a trainer's reward and the re-check read one answer of two, and it's the same one."""
+    task = train(1)
+    true, false = POLICIES["bisect"](prompt(task)), tagged(f"{task.high[0]}, {task.high[0] + 1}")
+    paid = []
+    for reply in (
+        true + false,
+        false + true,
+        f"<think>{true}</think>{false}",
+        f"<think>{false}</think>{true}",
+        true + "<answer>",
+    ):
+        with bridge.SecondDecider() as second:
+            mine = grade(task, reply)
+            assert second.decide([bridge.Question(task, reply)]) == [grade_parts(mine)]
+            assert reward_fn([reply], task=[task]) == [mine.progress / mine.cap]
+            with RolloutLog(tmp_path / f"{len(paid)}.jsonl", Header("train")) as log:
+                log.add(task.task_id, reply, mine.progress / mine.cap)
+            assert recheck(log.path, second.decide).confirmed
+        paid.append(mine.progress > 0)
+    assert paid == [False, True, False, True, False]
+
+
 def test_a_mention_outside_the_tags_is_not_an_answer():
     """Where no box is found, grading the whole text pays for a mention."""
     for reply in ("so 1.732, 1.733", "lo = 1.732, hi = 1.733", "answer: 1.732, 1.733", r"\boxed{1.732, 1.733}"):
@@ -215,3 +281,17 @@ def test_a_truncated_reply_is_paid_nothing():
     assert grade(ROOT3, TRUE).progress == 3
     cut = grade(ROOT3, TRUE, truncated=True)
     assert (cut.verdict, cut.progress, cut.decimals) == ("MALFORMED", 0, None)
+
+
+def test_each_failure_has_its_tests():
+    """The table above names tests that exist, for every number."""
+    rows = re.findall(r"^ +(\d+)  ", __doc__, re.MULTILINE)
+    assert [int(number) for number in rows] == list(range(1, 22))
+    here, files = Path(__file__), {}
+    for place, name in re.findall(r"  (?:([\w/]+\.py)::)?(test_\w+)$", __doc__, re.MULTILINE):
+        path = here.with_name(place) if place and "/" not in place else here.parent / place if place else here
+        if path not in files:
+            files[path] = {
+                node.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if hasattr(node, "name")
+            }
+        assert name in files[path], f"{path.name} has no {name}"

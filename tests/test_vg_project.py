@@ -77,7 +77,24 @@ print(*sorted(set(verify_gym.__all__) & set(dir(verify_gym))))
     assert {"caught", "VerifyGymHarness", "VerifyGymTaskset", "load_environment"} <= set(run.stdout.split())
 
 
+WANTED = (
+    "train validation heldout find_task prompt grade reward_fn explain check_certificate run_gate require_green recheck"
+)
+
+
 def test_the_api_names_what_it_says():
+    code = """
+import sys, verify_gym
+api = verify_gym.api  # nothing else was imported
+task = api.train(2)
+reply = api.POLICIES["cf"](api.prompt(task))
+made = api.explain(task, reply)
+api.check_certificate(task.to_row(), made)
+print(api.reward_fn([reply], task=[task]) == [made["progress"] / made["cap"]], api.run_gate([task]).green)
+print(set(sys.argv[1].split()) <= set(api.__all__), sorted(api.__all__) == api.__all__ or set(api.__all__) == set(dict.fromkeys(api.__all__)))
+"""
+    run = python("-c", code, WANTED)
+    assert run.stdout.split() == ["True"] * 4, run.stderr
     run = python(
         "-c", "from verify_gym import api; print([n for n in api.__all__ if not hasattr(api, n)], len(api.heldout()))"
     )
@@ -311,9 +328,52 @@ def test_the_readme_is_the_generated_one():
     assert run.returncode == 0, run.stderr
 
 
-def test_an_edited_readme_is_seen(tmp_path):
-    copy = tmp_path / "environments" / "verify_gym"
-    shutil.copytree(PROJECT, copy, ignore=shutil.ignore_patterns("build", "__pycache__", "*.egg-info"))
+@pytest.fixture
+def copy(tmp_path):
+    """The project's folder, to be damaged."""
+    place = tmp_path / "environments" / "verify_gym"
+    shutil.copytree(PROJECT, place, ignore=shutil.ignore_patterns("build", "__pycache__", "*.egg-info"))
+    return place
+
+
+TAMPERED = {
+    "a better mean": ("scorecard.json", lambda text: text.replace('"mean": 0.977', '"mean": 0.997', 1)),
+    "fewer refuted": ("scorecard.json", lambda text: text.replace('"refuted": 28', '"refuted": 27', 1)),
+    "another gate line": ("scorecard.json", lambda text: text.replace("0 misfiled", "1 misfiled", 1)),
+    "differences": ("scorecard.json", lambda text: text.replace('"differences": 0', '"differences": 1', 1)),
+    "half a card": ("scorecard.json", lambda text: text[:200]),
+    "an empty card": ("scorecard.json", lambda text: "{}"),
+    "no card": ("scorecard.json", lambda text: None),
+    "another battery's matrix": ("kill-matrix.json", lambda text: text.replace("2240 forgeries", "2241 forgeries", 1)),
+    "a list": ("kill-matrix.json", lambda text: "[]"),
+    "rows that are none": ("kill-matrix.json", lambda text: text[: text.index('"rows"')] + '"rows": [1]}'),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_no_readme_is_made_from_an_edited_card_or_matrix(name, copy):
+    file, change = TAMPERED[name]
+    before, text = (copy / "README.md").read_bytes(), (copy / file).read_text(encoding="utf-8")
+    changed = change(text)
+    assert changed != text
+    if changed is None:
+        (copy / file).unlink()
+    else:
+        (copy / file).write_text(changed, encoding="utf-8")
+    run = python(copy / "make_readme.py", PYTHONPATH=str(ROOT))
+    assert run.returncode == 1 and len(run.stderr.splitlines()) == 2 and file in run.stderr, run.stderr
+    assert (copy / "README.md").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "words", [("make_conformance.py", "--out", "none/x"), ("recheck.py", "none/x"), ("recheck.py", ".")]
+)
+def test_a_file_that_cannot_be_is_two_lines(words, tmp_path):
+    run = python(PROJECT / words[0], *words[1:], cwd=tmp_path)
+    assert run.returncode == 1 and not run.stdout and len(run.stderr.splitlines()) == 2, run.stderr
+
+
+def test_an_edited_readme_is_seen(copy):
     readme = copy / "README.md"
     readme.write_text(readme.read_text(encoding="utf-8").replace("0 leaked", "1 leaked", 1), encoding="utf-8")
     run = python(copy / "make_readme.py", "--check", PYTHONPATH=str(ROOT))

@@ -200,6 +200,16 @@ def test_an_impossible_claim_is_refused_without_asking(task_id, reward, reason, 
     assert len(report.refusals) == 1 and reason in report.refusals[0].reason
 
 
+@pytest.mark.parametrize("gone", [0, 1, 3])
+def test_a_log_from_which_a_line_was_taken_is_refused(gone, log):
+    """Without its unpaid samples a run would have a better mean."""
+    lines = [good(sample=number) for number in (0, 2, 3, 1)]
+    assert recheck(write_raw(log, lines), first_decider).samples == 4
+    del lines[gone]
+    with pytest.raises(VerifyGymError, match="some are missing"):
+        recheck(write_raw(log, lines), first_decider)
+
+
 def test_only_the_curriculum_of_this_package_is_rechecked(log):
     other = {"format": FORMAT, "curriculum": "0" * 64, "pool": "train", "about": {}}
     with pytest.raises(VerifyGymError, match="of the curriculum 000000000000"):

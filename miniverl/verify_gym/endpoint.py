@@ -19,6 +19,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from .answer import Task, grade
 from .exact import VerifyGymError
 from .families import prompt
+from .rewards import reward_of
 from .rollouts import Header, RolloutLog, Sample
 
 # %% auto #0
@@ -164,8 +165,7 @@ def make_plan(tasks: Sequence[Task], samples: int) -> list[Task]:
 
 def paid(task: Task, reply: Reply) -> float:
     """The reward of a reply as a log states it."""
-    got = grade(task, reply.text, truncated=reply.truncated)
-    return got.progress / got.cap
+    return reward_of(grade(task, reply.text, truncated=reply.truncated))
 
 
 def check_samples(samples: Mapping[int, Sample], plan: Sequence[Task]) -> None:

@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from hashlib import sha256
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
-from .answer import FAMILIES, MALFORMED, Task, grade
+from .answer import CERTIFIED, FAMILIES, MALFORMED, Task, grade
 from .conformance import grade_parts
 from .curriculum import curriculum_sha256, find_task
 from .exact import VerifyGymError
@@ -258,7 +258,7 @@ def objection(claim: Claim, opinion: Mapping[str, Any]) -> str | None:
     if "error" in opinion:
         return f"paid {paid}/{cap} on a row that the second decider refuses: {opinion['error']}"
     verdict, earned = opinion.get("verdict"), opinion.get("progress")
-    if type(earned) is int and earned == paid and verdict == "CERTIFIED":
+    if type(earned) is int and earned == paid and verdict == CERTIFIED:
         return None
     what = "finds no answer in the reply" if verdict == MALFORMED else f"says {verdict}, {earned}/{cap}"
     return f"paid {paid}/{cap}, and the second decider {what}"
@@ -330,7 +330,7 @@ def recheck(path: Path | str, second: Decider) -> Recheck:
 
     Raises
     ------
-    VerifyGymError : the file is no log, or one of another curriculum
+    VerifyGymError : the file is no log, one of another curriculum, or one with lines missing
     """
     lines = read_log(path)
     header = next(lines)
@@ -342,7 +342,8 @@ def recheck(path: Path | str, second: Decider) -> Recheck:
     for line in lines:
         if isinstance(line, Sample):
             tally.take(line)
-    return tally.report(sha256(Path(path).read_bytes()).hexdigest())
+    with Path(path).open("rb") as file:
+        return tally.report(file_digest(file, "sha256").hexdigest())
 
 
 _VERSION = "re-check a log with the version of verify-gym that wrote it"
@@ -353,7 +354,7 @@ class _Tally:
 
     def __init__(self, header: Header, second: Decider) -> None:
         self.header, self.second = header, second
-        self.samples = self.paid = self.truncated = 0
+        self.samples = self.paid = self.truncated = self.numbers = 0
         self.total, self.waiting, self.refusals = Fraction(0), list[Claim](), list[Refusal]()
 
     def refuse(self, sample: Sample, reason: str) -> None:
@@ -361,6 +362,7 @@ class _Tally:
 
     def take(self, sample: Sample) -> None:
         self.samples += 1
+        self.numbers = max(self.numbers, sample.sample + 1)
         self.paid += sample.reward > 0
         self.truncated += sample.truncated
         claim = claim_of(self.header, sample)
@@ -381,6 +383,8 @@ class _Tally:
                 self.total += Fraction(claim.progress, FAMILIES[claim.task.family].cap)
 
     def report(self, digest: str) -> Recheck:
+        if self.numbers > self.samples:
+            raise VerifyGymError(f"{self.samples} samples, numbered up to {self.numbers - 1}: some are missing", _HINT)
         self.ask()
         counts = self.samples, self.paid, self.truncated
         refusals = tuple(sorted(self.refusals, key=lambda refusal: refusal.sample))

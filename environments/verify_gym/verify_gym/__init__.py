@@ -1,7 +1,7 @@
 """Bracket a constant, and be paid only for what is certified.
 
-`verify_gym.api` lists what a program needs; `python -m verify_gym.cli` is the command line. Of the names below, each is
-looked up when it's asked for, because only they need the `verifiers` framework.
+`verify_gym.api` lists what a program needs; `python -m verify_gym.cli` is the command line. Every name below is looked up
+when it's asked for; all but `api` need the `verifiers` framework.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["VerifyGymEnv", "VerifyGymHarness", "VerifyGymTaskset", "load_environment"]
+__all__ = ["VerifyGymEnv", "VerifyGymHarness", "VerifyGymTaskset", "api", "load_environment"]
 
 _FRAMEWORK = {
     "VerifyGymEnv": "adapters_v1",
@@ -26,6 +26,8 @@ if find_spec(f"{__name__}.exact") is None:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "api":
+        return import_module(f"{__name__}.api")
     if name in _FRAMEWORK:
         return getattr(import_module(f"{__name__}.{_FRAMEWORK[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
