@@ -320,9 +320,10 @@ def outcome_faults(files: TrialFiles) -> list[str]:
     found = [] if allowed_outcomes(closure).get(outcome["reason"]) == outcome["status"] else [f"{name}: status and reason do not follow from {files.name('closure')}"]
     if outcome["artifact_sha256"] != closure["final_sha256"]:
         found.append(f"{name} and {files.name('closure')} name different artifacts")
-    if outcome["grade_sha256"] != (record_sha256(grade) if grade else None):
-        found.append(f"{name} does not name the receipt {files.name('grade')}")
-    judged = closure["closed"] is True and closure["final_sha256"] is not None and outcome["status"] != Outcome.COMPLETED
+    completed = outcome["status"] == Outcome.COMPLETED
+    if outcome["grade_sha256"] != (record_sha256(grade) if grade and completed else None) or (grade and not completed):
+        found.append(f"{name} does not name the receipt {files.name('grade')}, or there should be none")
+    judged = closure["closed"] is True and closure["final_sha256"] is not None and not completed
     return found + ([f"{files.name('error')} is missing"] if judged and not files.has("error") else [])
 
 

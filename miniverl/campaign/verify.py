@@ -16,7 +16,7 @@ from typing import Any
 
 from .audit import Finding, Findings, Tree, TrialFiles, Verdict
 from .audit import audit_trial, blocked, planned_actions
-from .budget import Ledger, reservation_for
+from .budget import reservation_for
 from .config import parse_cases, parse_tape
 from .manifest import ARMS, Campaign, manifest_body, package_digest
 from .preflight import Coverage, Preflight, label_of
@@ -119,17 +119,17 @@ def exposed(tree: Tree) -> int:
 # %% ../../nbs/89c_campaign.verify.ipynb #money
 def reservation_faults(campaign: Campaign, trials: list[TrialFiles]) -> list[str]:
     """Reservations that the manifest does not imply, and trials that were blocked or let through wrongly."""
-    ledger, found = Ledger(campaign), list[str]()
-    ledger.charged = Decimal(0)
+    budget, charged, found = campaign.manifest["budget"], Decimal(0), list[str]()
+    free = Decimal(str(budget["max_usd"])) - Decimal(str(budget["prior_reserved_usd"]))
     for files in trials:
         needed, record = reservation_for(campaign.manifest, files.spec), files.records.get("reservation")
-        exceeds = ledger.would_exceed(needed.amount)
+        exceeds = needed.amount > 0 and charged + needed.amount > free
         if blocked(files) and not exceeds:
             found.append(f"{files.name('outcome')}: the budget allowed this trial")
         if record is None:
             continue
-        ledger.charged += needed.amount
-        if {key: value for key, value in record.items() if key not in ENVELOPE} != needed.body(ledger.charged):
+        charged += needed.amount
+        if {key: value for key, value in record.items() if key not in ENVELOPE} != needed.body(charged):
             found.append(f"{files.name('reservation')} is not what the manifest implies")
         if exceeds:
             found.append(f"{files.name('reservation')} exceeds the budget")
@@ -170,7 +170,7 @@ def report_faults(tree: Tree, folder: str, now: Mapping[str, str] | None, same_c
     else:
         summary, wrong = tree.record(f"{folder}/summary.json")
         if summary is None or not intact and not same_code:
-            return [wrong or f"{folder}/ holds other files than those it is named for: {', '.join(f'{folder}/{name}' for name in present)}"]
+            return [*filter(None, [wrong]), f"not what the folder is named for: {', '.join(f'{folder}/{name}' for name in present)}"]
         wanted = render(_as_built(summary)) if same_code else {}
     found = [f"{folder}/{name} is missing" if name not in present else f"{folder}/{name} is not what the report contains"
              for name, text in wanted.items() if present.get(name) != sha256_bytes(text)]
@@ -200,8 +200,8 @@ def evidence_faults(campaign: Campaign, folder: str, told: Mapping[str, Any], no
     for row, trial in zip(told["trials"], trials, strict=True):
         then.append(_as_of(row, trial))
         if canonical_json(row) != canonical_json(public_row(then[-1])) or STAGES.index(trial.evidence) < STAGES.index(row["evidence"]):
-            last = "outcome" if row["evidence"] == "outcome" else row["evidence"]
-            found.append(f"{name} knows more or something else of {trial.spec.id} than trials/{trial.spec.id}/ ({last}.json) shows")
+            last = "outcome.json" if row["evidence"] == "outcome" else ""
+            found.append(f"{name} knows something else of this trial than trials/{trial.spec.id}/{last}")
     figures = {**now, **results_of(campaign.manifest, then), "statuses": statuses_by_arm(then), "environment_differs": environment_notes(campaign.manifest, then)}
     keys = [key for key in sorted(figures.keys() | told.keys()) if key not in _SEPARATE and canonical_json(figures.get(key)) != canonical_json(told.get(key))]
     if all(one.evidence == two.evidence for one, two in zip(then, trials, strict=True)) and canonical_json(told["budget"]) != canonical_json(now["budget"]):
