@@ -12,12 +12,13 @@ from sealed_campaign import write_config
 from test_cli import assert_error, names, run, run_json
 from test_imports import BLOCK, RUN, python
 
-from miniverl.campaign import controller, grading, manifest
+from miniverl.campaign import controller, gate, grading, manifest
 from miniverl.campaign import verify as verifying
+from miniverl.campaign.controls import Control
 from miniverl.campaign.manifest import open_campaign
 from miniverl.core import loads_strict
 
-COMMANDS = ("fixture", "preflight", "prepare", "run", "status", "report", "regrade", "verify", "power")
+COMMANDS = ("fixture", "preflight", "prepare", "run", "status", "report", "regrade", "verify", "power", "gate")
 AGENT = "0003-agent-suffix-01"
 
 
@@ -222,6 +223,26 @@ def test_a_damaged_campaign_is_refused_by_all(campaign):
     for command in ("run", "status", "report", "regrade"):
         assert_error(run("campaign", command, campaign), 1, "manifest.json")
     assert run("campaign", "verify", campaign)[0] == 1
+
+
+def test_the_gate_tells_by_its_exit_code(monkeypatch, tmp_path):
+    calls = []
+
+    def play(folder, *, on_progress, **options):
+        calls.append({"folder": folder, **options})
+        on_progress(controller.TrialRow("0001-x", "agent", "f", "t", 1, "completed", "graded", "outcome"))
+        came = "other" if options["quick"] else "known"
+        return gate.GateReport(2, (gate.judge("tape", Control("control", "try", "known"), came, 2),))
+
+    monkeypatch.setattr(gate, "run_control_tapes", play)
+    code, out, err = run("campaign", "gate", "--at-most", "2", "--keep", tmp_path / "kept")
+    assert code == 0 and "GATE GREEN" in out and "as expected" in out and "trial 0001-x" in err
+    code, out, _ = run("campaign", "gate", "--quick", "--json")
+    assert code == 1 and loads_strict(out)["green"] is False
+    code, out, _ = run("campaign", "gate", "--quick")
+    assert code == 1 and "GATE RED" in out and "unexpected: tape, control: known must come" in out
+    assert calls[0] == {"folder": tmp_path / "kept", "quick": False, "at_most": 2} and calls[1]["folder"] is None
+    assert_error(run("campaign", "gate", "--at-most", "4"), 2, "--at-most")
 
 
 @pytest.mark.slow

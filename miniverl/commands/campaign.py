@@ -19,12 +19,13 @@ from ..core import MiniVerlError, StoreError
 __all__ = ['campaign_app', 'ConfigArgument', 'CampaignArgument', 'GainOption', 'ScriptGainOption', 'TaskSpreadOption',
            'RepetitionSpreadOption', 'LossOption', 'LossSpreadOption', 'fixture', 'print_preflight', 'preflight',
            'prepare', 'status_record', 'show_status', 'run_with_progress', 'run', 'status', 'report', 'effect_cells',
-           'show_regrade', 'regrade', 'show_verify', 'verify', 'power']
+           'show_regrade', 'regrade', 'show_verify', 'verify', 'power', 'show_gate', 'gate']
 
 # %% ../../nbs/97e_commands.campaign.ipynb #typing-names
 if TYPE_CHECKING:
     from miniverl.campaign.controller import CampaignStatus
     from miniverl.campaign.controller import TrialRow
+    from miniverl.campaign.gate import GateReport
     from miniverl.campaign.grading import RegradeReport
     from miniverl.campaign.preflight import Preflight
     from miniverl.campaign.verify import VerifyReport
@@ -295,3 +296,39 @@ def power(
     if out is not None:
         publish_new(out, canonical_json(record))
     emit_json(record) if as_json else say(power_page(record).rstrip())
+
+# %% ../../nbs/97e_commands.campaign.ipynb #gate
+def show_gate(found: GateReport, *, as_json: bool) -> None:
+    """Print what came of every control, what should have come of the others, and the one line that says it."""
+    if as_json:
+        emit_json(found.to_record())
+        return
+    say(table([[line.tape, line.control, line.came, line.verdict] for line in found.findings], ("tape", "control", "came", "verdict")))
+    say()
+    for line in found.findings:
+        if line.verdict != "as expected":
+            say(f"{line.verdict}: {line.tape}, {line.control}: {line.expected} must come")
+    say(found.line())
+
+
+@campaign_app.command("gate")
+def gate(
+    quick: Annotated[bool, typer.Option("--quick", help="Only a few of the tapes.")] = False,
+    at_most: Annotated[int, typer.Option(min=0, max=3, metavar="LEVEL", help="Isolate no better than this level.")] = 3,
+    keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the campaign in this new or empty folder.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Play tapes whose outcome is known through the whole bench on this machine; exit code 1 if one comes out otherwise."""
+    need_training()
+    from miniverl.campaign.gate import run_control_tapes
+
+    done: list[str] = []
+    with open_progress() as progress:
+        def tell(row: Any) -> None:
+            done.append(row.trial)
+            progress("trials", len(done), 0, {"trial": row.trial, "status": row.status})
+
+        found = run_control_tapes(keep, quick=quick, at_most=at_most, on_progress=tell)
+    show_gate(found, as_json=as_json)
+    if not found.green:
+        raise typer.Exit(1)
