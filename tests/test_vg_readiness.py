@@ -27,7 +27,7 @@ from miniverl.verify_gym.exact import VerifyGymError
 from miniverl.verify_gym.families import prompt
 from miniverl.verify_gym.policies import POLICIES, score_card
 from miniverl.verify_gym.readiness import LEAST_DIFFERING, LEAST_MEAN, MOST_MEAN, SAMPLES, TASKS, judge_groups
-from miniverl.verify_gym.rollouts import Header, Sample, read_log
+from miniverl.verify_gym.rollouts import Header, RolloutLog, Sample, read_log
 
 WHOLE = TASKS * SAMPLES
 
@@ -193,6 +193,19 @@ def test_a_live_run_fails_resumes_and_pays_truncated_replies_nothing(tmp_path):
 
 
 @needs_node
+def test_a_run_that_was_killed_in_its_first_line_begins_again(tmp_path):
+    live = importlib.import_module("live")
+    log, about = tmp_path / "rollouts.jsonl", {"model": "m"}
+    header = live.make_header(log, "validation", about)
+    with RolloutLog(log, header):
+        pass
+    whole = log.read_bytes()
+    for cut in (0, 1, 40, len(whole) - 1, len(whole)):
+        log.write_bytes(whole[:cut])
+        with RolloutLog(log, live.make_header(log, "validation", about)) as again:
+            assert not again.samples and log.read_bytes() == whole
+
+
 def test_an_edited_log_gives_no_verdict(tmp_path):
     with StandIn("never", fail_from=3) as server:
         run = script("readiness", *model(server, tmp_path, "--workers", 1))

@@ -264,7 +264,7 @@ def test_any_reply_comes_back_as_it_was(tmp_path_factory, reply, odd):
     assert found == made._replace(reply=same) and header.about == {"note": odd} and path.read_bytes().isascii()
 
 
-@pytest.mark.parametrize("reward", [float("nan"), "1", None, True])
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 10**400, -0.125, 1.0001, "1", None, True])
 def test_the_writer_takes_nothing_that_a_reader_refuses(reward, log):
     with RolloutLog(log, Header("train")) as writer:
         with pytest.raises(VerifyGymError, match="no sample of a log"):
@@ -285,6 +285,22 @@ def test_a_log_can_be_continued_at_any_byte_it_was_cut(log):
                 if line.sample not in again.samples:
                     again.add(*line[1:4], sample=line.sample)
         assert log.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "content", [b"my thesis", b"chapter 1\nchapter 2", b'{"format":"other"}\n{"a', b'{"note":', b"\n"]
+)
+def test_a_file_that_is_no_log_is_refused_and_left_as_it_was(content, log):
+    """Only the cut-off end of a log of this run may be removed."""
+    log.write_bytes(content)
+    with pytest.raises(VerifyGymError):
+        RolloutLog(log, Header("validation", {"model": "m"}))
+    assert log.read_bytes() == content
+    other = write(log, [honest_line(0, train(0), "cf")]).read_bytes() + b'{"sample":1,"ta'
+    log.write_bytes(other)
+    with pytest.raises(VerifyGymError, match="another run"):
+        RolloutLog(log, Header("validation"))
+    assert log.read_bytes() == other
 
 
 def test_every_step_of_every_cap_is_a_reward_and_its_neighbours_are_none():

@@ -65,7 +65,7 @@ def endpoint_of(options: argparse.Namespace) -> Endpoint:
 def make_header(log: Path, pool: str, about: dict[str, Any]) -> Header:
     """The header of a run: a run that is continued keeps the date on which it was begun."""
     date = datetime.date.today().isoformat()
-    if log.exists() and log.stat().st_size:
+    if log.exists() and b"\n" in log.read_bytes():
         begun = next(read_log(log))
         date = begun.about.get("date", date)
     return Header(pool, {**about, "date": date})

@@ -107,28 +107,27 @@ def _written(sample: Sample, before: Mapping[int, Sample]) -> Sample:
     if sample.sample in before:
         raise VerifyGymError(f"sample {sample.sample} is in the log already", "give each sample a number of its own")
     try:
-        if sample.reward != sample.reward:
-            raise ValueError("reward is NaN")
-        return _read_sample(sample._asdict())
+        checked = _read_sample(sample._asdict())
+        if not 0 <= checked.reward <= 1:
+            raise ValueError(f"reward is {str(checked.reward)[:40]}")
+        return checked
     except ValueError as error:
         raise VerifyGymError(f"no sample of a log: {error}", "a reward is a float from 0 to 1, a reply is text") from None
 
 
 def _continued(path: Path, header: Header) -> dict[int, Sample]:
-    """The samples of a log that is to be continued; a cut-off last line is removed from the file."""
+    """The samples of a log that is to be continued; a cut-off last line is removed from a file that is this run's log."""
     if not path.exists():
         return {}
     data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        os.truncate(path, len(whole))
-    if not whole:
-        return {}
-    lines = read_log(path)
-    found = next(lines)
-    if found != header:
+    whole = data.rfind(b"\n") + 1
+    if whole and next(read_log(path)) != header:
         raise VerifyGymError(f"{path.name} is the log of another run", "give this run a folder of its own")
-    return {line.sample: line for line in lines if isinstance(line, Sample)}
+    if not whole and not line_bytes(header.to_line()).startswith(data):
+        raise VerifyGymError(f"{path.name} is no log", "give the log a file of its own")
+    if whole < len(data):
+        os.truncate(path, whole)
+    return {line.sample: line for line in read_log(path) if isinstance(line, Sample)} if whole else {}
 
 # %% ../../nbs/96_verify_gym.rollouts.ipynb #strict-json
 def _no_constant(name: str) -> Any:
