@@ -16,6 +16,7 @@ from miniverl.campaign.backends import LocalBackend
 from miniverl.campaign.launch import Closure, SandboxLevel
 from miniverl.campaign.records import ReasonCode
 from miniverl.campaign.transfer import ExportRejected
+from miniverl.campaign.trial import NotScored
 from miniverl.campaign.wire import EditorFailed, EditorSpec, EditorTimeout, Resources, WorkerLost
 from miniverl.core import BackendError, ConfigError, sha256_file
 from miniverl.wsm.files import read_header
@@ -83,6 +84,11 @@ def story(inputs, tmp_path_factory, level):
     seen["hang"] = editor.python(f"{DAEMON}\n{NORM}.zero_()\nwhile True: pass", 1.0)
     seen["hang_seconds"] = time.monotonic() - started
     seen["left_after_hang"] = with_token(TOKEN)
+    seen["broken"] = editor.python(f"{NORM}[0] = float('nan')", 60)
+    with pytest.raises(NotScored) as unscored:
+        editor.evaluate(60)
+    seen["unscored"] = str(unscored.value)
+    seen["mended"] = editor.python(f"{NORM}[0] = 2 * model.original('model.norm.weight')[0]", 60)
     seen["export"] = editor.export(scratch.parent / "final.safetensors")
     seen["closure"], seen["again"] = editor.close(), editor.close()
     seen |= {
@@ -111,6 +117,11 @@ def test_every_successful_edit_is_a_sparse_checkpoint(story):
 def test_a_failed_action_does_not_advance(story):
     assert not story["raised"].ok and story["raised"].error_type == "ZeroDivisionError"
     assert story["raised"].checkpoint == story["edit"].checkpoint
+
+
+def test_weights_that_give_no_score_do_not_end_the_trial(story):
+    assert story["broken"].ok and story["unscored"].startswith("the current weights give no score: DataError")
+    assert story["mended"].ok and story["mended"].checkpoint["sha256"] == story["harmful"].checkpoint["sha256"]
 
 
 def test_a_command_that_takes_too_long_is_ended_with_everything_in_it(story):

@@ -16,7 +16,7 @@ from .launch import give, python_binds, python_command
 from .sandbox import probe
 from .transfer import Export, TransferError, receive
 from .wire import ActionResult, Backend, Editor, EditorFailed, EditorSpec, EditorTimeout, Resources
-from .wire import Wire, WorkerLost, read_result
+from .wire import Wire, WorkerLost, read_result, read_score
 from ..core import BackendError, ConfigError
 from ..wsm.files import weight_files
 
@@ -149,12 +149,8 @@ class LocalEditor(_Working):
         return run_python(self, source, seconds)
 
     def evaluate(self, seconds: float) -> dict[str, Any]:
-        """Score the public cases, or what the worker says is that; EditorFailed if it cannot."""
-        answer = self.ask({"op": "evaluate"}, seconds)
-        if not answer["ok"] or not isinstance(answer.get("score"), dict):
-            raise EditorFailed(f"the editor cannot score: {answer.get('error_type')}"[:200], detail=str(answer.get("error"))[:1000])
-        score: dict[str, Any] = answer["score"]
-        return score
+        """Score the public cases, or what the worker says is that; NotScored if the weights give none."""
+        return read_score(self.ask({"op": "evaluate"}, seconds))
 
     def export(self, final: Path) -> Export:
         """End the worker, put the artifact together and publish it at `final`; TransferError or ExportRejected."""

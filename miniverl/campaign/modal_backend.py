@@ -18,7 +18,8 @@ from .editor import assemble
 from .launch import Closure, clean_environment
 from .records import ReasonCode, staged
 from .transfer import Export, ExportRejected, TransferError, receive
-from .wire import ActionResult, EditorFailed, EditorSpec, EditorTimeout, WorkerLost, read_answer, read_result
+from .wire import ActionResult, EditorFailed, EditorSpec, EditorTimeout, WorkerLost
+from .wire import read_answer, read_result, read_score
 from ..core import ConfigError, DataError, package_versions, require, sha256_file
 
 # %% auto #0
@@ -152,12 +153,8 @@ class HostedEditor:
         return replace(result, checkpoint=self.checkpoint)
 
     def evaluate(self, seconds: float) -> dict[str, Any]:
-        """Score the public cases, or what the worker says is that."""
-        answer = self._wire.ask({"op": "evaluate"}, seconds)
-        if not answer["ok"] or not isinstance(answer.get("score"), dict):
-            raise EditorFailed(f"the editor cannot score: {answer.get('error_type')}"[:200], detail=str(answer.get("error"))[:1000])
-        score: dict[str, Any] = answer["score"]
-        return score
+        """Score the public cases, or what the worker says is that; NotScored if the weights give none."""
+        return read_score(self._wire.ask({"op": "evaluate"}, seconds))
 
 # %% ../../nbs/87c_campaign.modal_backend.ipynb #checkpoint
 def take_checkpoint(editor: HostedEditor, name: str) -> None:

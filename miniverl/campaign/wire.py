@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 from .launch import Closure, SandboxLevel
 from .transfer import PAYLOAD_BYTES, Export, TransferError
+from .trial import NotScored
 from ..core import BackendError, DataError, JsonLimits, loads_strict
 
 # %% auto #0
 __all__ = ['EditorFailed', 'EditorTimeout', 'WorkerLost', 'ActionResult', 'Resources', 'EditorSpec', 'Editor', 'Backend',
-           'read_answer', 'read_result', 'Wire']
+           'read_answer', 'read_result', 'read_score', 'Wire']
 
 # %% ../../nbs/86e_campaign.wire.ipynb #errors
 class EditorFailed(BackendError):
@@ -152,6 +153,17 @@ def read_result(answer: Mapping[str, Any]) -> ActionResult:
     changed = {str(k)[:512]: n for k, n in counts.items() if type(n) is int and n > 0} if isinstance(counts, dict) else {}
     texts = {name: None if answer.get(name) is None else str(answer[name])[:100_000] for name in ("stdout", "error_type", "error")}
     return ActionResult(answer["ok"], texts["stdout"] or "", texts["error_type"], texts["error"], changed)
+
+
+def read_score(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The score in the answer to an evaluation; NotScored if the worker says that there is none, EditorFailed if it says neither."""
+    if not answer["ok"]:
+        told = f"{answer.get('error_type')}: {answer.get('error')}"[:1000]
+        raise NotScored(f"the current weights give no score: {told}", hint="change them, and evaluate again")
+    if not isinstance(answer.get("score"), dict):
+        raise EditorFailed("the editor cannot score", detail=str(answer)[:1000])
+    score: dict[str, Any] = answer["score"]
+    return score
 
 # %% ../../nbs/86e_campaign.wire.ipynb #wire-pipes
 class _Pipes:
