@@ -120,7 +120,7 @@ def test_redaction_applied_twice_changes_nothing_more(bench):
 def test_names_of_ours_are_no_secrets_and_secrets_in_differences_are(bench):
     result = BenchmarkResult.read(bench)
     row = {"path": "environment.params.api_key", "common": None, "arm": "plainlooking", "change": "added"}
-    path = {"path": "run.output_dir", "common": "/root/x", "arm": "/srv/y", "change": "changed"}
+    path = {"path": "run.output_dir", "common": "/home/someone/x", "arm": "/srv/y", "change": "changed"}
     arm = result.arms[0].model_copy(update={"structured_diff": [row, path]})
     controlled = {**result.controlled, "arms_differ_in": {"token-budget": ["loss.top_k"]}}
     clean = redacted_result(result.model_copy(update={"arms": [arm], "controlled": controlled}))
