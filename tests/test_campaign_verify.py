@@ -148,6 +148,7 @@ def swap(path: Path) -> bool:
 
 UNBOUND = {  # what a single damage leaves as good as new: no other record names the last word
     ("flip", "error.json"): "its text; nothing else was derived from it",
+    ("delete", "error.json"): "a failed program need not have left a message; a rejected artifact must, see below",
     ("delete", "regrade"): "the last regrading of a trial may never have been made",
 }
 
@@ -405,6 +406,13 @@ def test_every_way_to_fail_leaves_a_campaign_that_holds(fresh, backend, grader):
     run_campaign(fresh, backend=fakes.FakeBackend(**backend), grader=fakes.FakeGrader(**grader))
     report = verify(fresh)
     assert report.ok, accused(report)
+
+
+def test_what_was_rejected_has_its_reason(fresh):
+    run_campaign(fresh, backend=fakes.FakeBackend(programs={"agent": "set invalid"}), grader=fakes.FakeGrader())
+    assert verify(fresh).ok
+    (fresh / "restricted" / AGENT / "error.json").unlink()
+    assert f"restricted/{AGENT}/error.json is missing" in accused(verify(fresh))
 
 
 def test_a_blocked_trial_holds_and_a_wrongly_blocked_one_does_not(tmp_path, monkeypatch):

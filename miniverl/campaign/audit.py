@@ -17,9 +17,9 @@ from .records import last_stage, read_canonical, record_sha256
 from ..core import DataError, MiniVerlError, sha256_bytes, sha256_file
 
 # %% auto #0
-__all__ = ['Verdict', 'Finding', 'Findings', 'Tree', 'envelope_faults', 'TrialFiles', 'chain_faults', 'blocked', 'stage_faults',
-           'turn_faults', 'planned_actions', 'played_faults', 'allowed_outcomes', 'outcome_faults', 'artifact_faults',
-           'dispatch_faults', 'audit_trial']
+__all__ = ['Verdict', 'Finding', 'Findings', 'Tree', 'envelope_faults', 'read_one', 'named', 'TrialFiles', 'chain_faults',
+           'blocked', 'stage_faults', 'turn_faults', 'planned_actions', 'played_faults', 'allowed_outcomes',
+           'outcome_faults', 'artifact_faults', 'dispatch_faults', 'audit_trial']
 
 # %% ../../nbs/89c_campaign.audit.ipynb #findings
 class Verdict(StrEnum):
@@ -120,6 +120,21 @@ def envelope_faults(name: str, short: str, record: Mapping[str, Any], manifest_s
     body = record.keys() - set(ENVELOPE)
     return found + ([f"{name} has other fields"] if body != _BODIES.get(short, body) else [])
 
+# %% ../../nbs/89c_campaign.audit.ipynb #read-one
+def read_one(tree: Tree, name: str, short: str, manifest_sha256: str, trial: str) -> tuple[dict[str, Any] | None, list[str]]:
+    """One record of a trial, or None and what is wrong with the file."""
+    if not name.endswith(".json") or _form(short) is None or name != named(trial, short):
+        return None, [f"{name} does not belong to a trial"]
+    record, wrong = tree.record(name)
+    found = [wrong] if record is None else envelope_faults(name, short, record, manifest_sha256, trial)
+    return None if found else record, found
+
+
+def named(trial: str, short: str) -> str:
+    """Relative name of the file of a trial with a short name."""
+    private = short in ("grade", "error") or short.startswith("regrade/")
+    return f"{'restricted' if private else 'trials'}/{trial}/{short}" + (".safetensors" if short == "final" else ".json")
+
 # %% ../../nbs/89c_campaign.audit.ipynb #load
 @dataclass
 class TrialFiles:
@@ -141,25 +156,17 @@ class TrialFiles:
 
     def __post_init__(self) -> None:
         for name in (*self.tree.below(f"trials/{self.spec.id}"), *self.tree.below(f"restricted/{self.spec.id}")):
-            self._read(name)
-
-    def _read(self, name: str) -> None:
-        short = name.split("/", 2)[2].removesuffix(".json")
-        if name == self.name("final"):
-            return
-        if not name.endswith(".json") or _form(short) is None or name != self.name(short):
-            self.faults.append(f"{name} does not belong to a trial")
-            return
-        record, wrong = self.tree.record(name)
-        found = [wrong] if record is None else envelope_faults(name, short, record, self.campaign.manifest_sha256, self.spec.id)
-        if record is not None and not found:
-            self.records[short] = record
-        self.faults += found
+            short = name.split("/", 2)[2].removesuffix(".json")
+            if name == self.name("final"):
+                continue
+            record, found = read_one(self.tree, name, short, self.campaign.manifest_sha256, self.spec.id)
+            self.faults += found
+            if record is not None:
+                self.records[short] = record
 
     def name(self, short: str) -> str:
         """Relative name of the file with a short name."""
-        private = short in ("grade", "error") or short.startswith("regrade/")
-        return f"{'restricted' if private else 'trials'}/{self.spec.id}/{short}" + (".safetensors" if short == "final" else ".json")
+        return named(self.spec.id, short)
 
     def has(self, short: str) -> bool:
         """Whether the file is there, in whatever state."""

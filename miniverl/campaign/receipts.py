@@ -64,6 +64,10 @@ def _same_weights(graded: list[TrialFiles]) -> Iterator[tuple[TrialFiles, TrialF
             if (other := first.setdefault((sha256, task), files)) is not files:
                 yield other, files, kinds
 
+# %% ../../nbs/89c_campaign.receipts.ipynb #agreement
+def _moved(a: Mapping[str, Any], b: Mapping[str, Any], tolerance: float | None) -> bool:
+    return any(abs(x["nll"] - y["nll"]) > (tolerance or 0.0) for x, y in zip(a["cases"], b["cases"], strict=True))
+
 
 def agreement_faults(graded: list[TrialFiles], tolerance: float | None) -> list[str]:
     """Pairs of receipts that cannot both be right; all of them have to stand for themselves."""
@@ -77,10 +81,6 @@ def agreement_faults(graded: list[TrialFiles], tolerance: float | None) -> list[
         if any(_moved(a[kind], b[kind], tolerance) for kind in kinds):
             found.append(f"{one.name('grade')} and {two.name('grade')} give the same weights other losses")
     return found
-
-
-def _moved(a: Mapping[str, Any], b: Mapping[str, Any], tolerance: float | None) -> bool:
-    return any(abs(x["nll"] - y["nll"]) > (tolerance or 0.0) for x, y in zip(a["cases"], b["cases"], strict=True))
 
 # %% ../../nbs/89c_campaign.receipts.ipynb #regrades
 def regrade_faults(files: TrialFiles, short: str) -> list[str]:

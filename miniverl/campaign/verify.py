@@ -280,7 +280,7 @@ def not_shown(findings: Findings, campaign: Campaign, expected: str | None) -> N
     """Say what a verification cannot show."""
     when, help_ = (" before the expected digest was taken", "") if expected else ("", "; compare the evidence digest with one that somebody else kept")
     findings.unknown("not shown", "owner", f"that the owner of this host did not write the whole campaign anew{when}: hashes detect inconsistency and authenticate nobody{help_}")
-    findings.unknown("not shown", "last words", "that times of last records and texts of restricted errors are as first written: no other record names their digest")
+    findings.unknown("not shown", "last words", "that the times of last records are as first written, and that no restricted error and no regrading was changed or taken away: no other record names their digests")
     if campaign.manifest["backend"] == "local":
         findings.unknown("not shown", "isolation", "that no editor saw a private case: trials ran on the operator's machine with host permissions")
     findings.unknown("not shown", "billing", "what was billed: reservations are upper bounds, actual billing is unknown and unreconciled")
