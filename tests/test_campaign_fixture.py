@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,17 @@ def test_the_same_seed_writes_the_same_bytes_and_another_seed_another_model(fold
     assert contents(again) == contents(folder)
     changed = {name for name, data in contents(other).items() if data != contents(folder)[name]}
     assert changed == {"model/model.safetensors", "actions.json", "config.json"}
+
+
+def test_its_files_are_for_their_owner_under_any_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        made = write_fixture(tmp_path / "demo").parent
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(made.stat().st_mode) == stat.S_IMODE((made / "private").stat().st_mode) == 0o700
+    ours = [path for path in made.rglob("*") if path.is_file() and path.parent.name != "model"]
+    assert len(ours) == 10 and {stat.S_IMODE(path.stat().st_mode) for path in ours} == {0o600}
 
 
 def test_every_field_of_the_format_is_there(folder):

@@ -12,8 +12,8 @@ from typing import Any
 
 from .config import TAPE_FORMAT, Action, CampaignConfig, Case, model_identity
 from .config_sections import FORMAT
+from .records import publish
 from ..core import StoreError, canonical_json, git_commit, package_versions, require, sha256_bytes
-from ..store import publish_new
 
 # %% auto #0
 __all__ = ['WORD', 'CASES', 'SCRIPTS', 'associations', 'tape_of', 'write_fixture']
@@ -196,9 +196,9 @@ def write_fixture(folder: str | os.PathLike[str], *, seed: int = 0, grader_pytho
     tiny_snapshot(folder / "model", seed)
     refs = {}
     for key, (name, text) in _contents(WeightModel.load(folder / "model")).items():
-        publish_new(folder / name, text)
+        publish(folder / name, text)
         refs[key] = {"path": name, "sha256": sha256_bytes(text)}
     data = _settings(refs, model_identity(folder / "model")[0], seed, grader_python or sys.executable)
     CampaignConfig.from_mapping(data, folder, "config.json")
-    publish_new(folder / "config.json", canonical_json(data))
+    publish(folder / "config.json", canonical_json(data))
     return folder / "config.json"
