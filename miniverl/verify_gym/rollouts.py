@@ -70,8 +70,7 @@ class RolloutLog:
 
     Raises
     ------
-    VerifyGymError
-        The file is no log, or the log of another run.
+    VerifyGymError : the file is no log, or the log of another run
     """
 
     def __init__(self, path: Path | str, header: Header, *, sync: bool = False) -> None:
