@@ -222,11 +222,12 @@ def test_tokens_are_what_the_provider_reports_or_null():
     }
 
 
-@pytest.mark.parametrize("what", ["EDIT_KEY", "url", "host"])
+@pytest.mark.parametrize("what", ["EDIT_KEY", "url", "host", "escaped"])
 def test_a_reply_that_repeats_the_route_is_not_kept(what):
     with Server([""]) as server:
-        secret = {"EDIT_KEY": ENV["EDIT_KEY"], "url": server.url, "host": server.url.split("/")[2]}[what]
-        server.replies = [json.dumps({"kind": "python", "source": f"# {secret}"})]
+        secret = {"url": server.url, "host": server.url.split("/")[2]}.get(what, ENV["EDIT_KEY"])
+        shown = json.dumps({"kind": "python", "source": f"# {secret}"})
+        server.replies = [shown.replace(secret, f"\\u{ord(secret[0]):04x}{secret[1:]}") if what == "escaped" else shown]
         with pytest.raises(InvalidReply) as caught:
             live(server.url).next([], 9.0)
     assert caught.value.reply == "" and secret not in str(caught.value)

@@ -14,9 +14,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from ..schemas.config_sections import Section
 
 # %% auto #0
-__all__ = ['FORMAT', 'MODAL_MODEL', 'Identifier', 'Sha256', 'Text', 'Money', 'Day', 'Positive', 'NonNegative', 'safe_identifier',
-           'FileRef', 'ModelRef', 'Provenance', 'Limits', 'Policy', 'Runtime', 'Rates', 'Budget', 'Statistics',
-           'Thresholds', 'Review', 'Task']
+__all__ = ['FORMAT', 'MODAL_MODEL', 'Identifier', 'Sha256', 'Text', 'Money', 'Day', 'Positive', 'NonNegative', 'LOOPBACK',
+           'safe_identifier', 'FileRef', 'ModelRef', 'Provenance', 'Limits', 'Policy', 'Runtime', 'Rates', 'Budget',
+           'Statistics', 'Thresholds', 'Review', 'Task']
 
 # %% ../../nbs/83a_campaign.config_sections.ipynb #constants
 FORMAT = "wsm.benchmark.v1"  # of the configuration, and of the campaign made from it
@@ -123,7 +123,7 @@ class Limits(Section):
     grader_seconds: Positive = Field(description="bound of one grading")
 
 # %% ../../nbs/83a_campaign.config_sections.ipynb #policy
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # this machine
 
 
 def _endpoint(text: str) -> str:
@@ -134,7 +134,7 @@ def _endpoint(text: str) -> str:
         raise ValueError("no web address") from None
     if url.scheme not in ("https", "http") or not host or port == 0:
         raise ValueError("no web address: write https://host/path")
-    if url.scheme == "http" and host not in _LOOPBACK:
+    if url.scheme == "http" and host not in LOOPBACK:
         raise ValueError("http without encryption is accepted for this machine only")
     if name is not None or url.query or url.fragment or re.search(r"\s", text):
         raise ValueError("the address must hold no user, query, fragment or space; the credential comes from credential_env")

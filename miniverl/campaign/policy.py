@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .config import BYTES_PER_OUTPUT_TOKEN
+from .config_sections import LOOPBACK
 from .trial import InvalidReply, PromptLimit, ScriptFailed
 from .turns import Action, TrialLimits, Turn, read_action
 from ..core import BackendError, ConfigError, DataError, JsonLimits, compact_json
@@ -272,8 +273,10 @@ class Route:
         return text
 
     def leaks(self, text: str) -> bool:
-        """Whether `text` repeats the address or the credential."""
-        return any(hidden in text for hidden in (self.credential, self.endpoint, urlsplit(self.endpoint).netloc))
+        """Whether `text` repeats the credential, the address, or its host where that is another machine; in any case of letters."""
+        url, text = urlsplit(self.endpoint), text.lower()
+        host = None if url.hostname in LOOPBACK else url.hostname
+        return any(hidden.lower() in text for hidden in (self.credential, self.endpoint, url.netloc, host) if hidden)
 
     def ask(self, body: bytes, seconds: float) -> Response:
         """Send one request, once; PolicyError if no response comes of it."""
@@ -336,6 +339,9 @@ def _total(values: Sequence[int | None]) -> int | None:
     return None if None in values else sum(value for value in values if value is not None)
 
 
+_REPEATS = "the reply repeats the route or the credential, and was not kept"
+
+
 def _next(policy: ResponsesPolicy, history: Sequence[Turn], seconds: float) -> Action:
     body = {"model": policy._route.model, "instructions": RULES, "max_output_tokens": policy._output_tokens, "store": False,
             "stream": False, "input": conversation(policy._instruction, policy._limits, history)}
@@ -350,5 +356,8 @@ def _next(policy: ResponsesPolicy, history: Sequence[Turn], seconds: float) -> A
         raise
     policy._told.append((response.input_tokens, response.output_tokens))
     if policy._route.leaks(response.text):
-        raise InvalidReply("the reply repeats the route or the credential, and was not kept")
-    return reply_action(response)
+        raise InvalidReply(_REPEATS)
+    action = reply_action(response)
+    if policy._route.leaks(action.source or ""):  # an escape of JSON spells what the text does not show
+        raise InvalidReply(_REPEATS)
+    return action
