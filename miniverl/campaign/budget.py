@@ -9,7 +9,7 @@ from decimal import ROUND_CEILING, Decimal, localcontext
 from fractions import Fraction
 from typing import Any
 
-from .manifest import Campaign, TrialSpec
+from .manifest import ARMS, Campaign, TrialSpec
 from .records import Schema, read_record, write_record
 from ..core import DataError
 
@@ -141,11 +141,19 @@ class Ledger:
 ACTUAL_BILLING = "unknown and unreconciled"
 
 
+def _charged_by_arm(campaign: Campaign, ledger: Ledger) -> dict[str, Decimal]:
+    found = dict.fromkeys(ARMS, Decimal(0))
+    for trial in campaign.schedule:
+        if record := ledger.find(trial):
+            found[trial.arm] += ledger.amount_of(record)
+    return found
+
+
 def budget_summary(campaign: Campaign) -> dict[str, Any]:
-    """What a report says about money: amounts in US dollars as text."""
-    ledger = Ledger(campaign)
-    live = [trial for trial in campaign.schedule if (found := ledger.find(trial)) and found["kind"] == "live"]
+    """What a report says about money: reservations by arm and in all, in US dollars as text, and what is not known."""
+    ledger, sealed = Ledger(campaign), campaign.manifest["budget"]
     return {"max_usd": f"{ledger.limit:f}", "prior_reserved_usd": f"{ledger.prior:f}", "reserved_usd": f"{ledger.charged:f}",
-            "live_reservations": len(live), "price_checked_on": campaign.manifest["budget"]["price_checked_on"],
-            "actual_billing": ACTUAL_BILLING,
-            "note": "a reservation of nothing for a local trial does not imply that a hosted service is free"}
+            "reserved_by_arm_usd": {arm: f"{amount:f}" for arm, amount in _charged_by_arm(campaign, ledger).items()},
+            "unreserved_usd": f"{max(ledger.limit - ledger.prior - ledger.charged, Decimal(0)):f}",
+            "actual_usd": None, "actual_billing": ACTUAL_BILLING,
+            "price_checked_on": sealed["price_checked_on"], "rates": sealed["rates"]}

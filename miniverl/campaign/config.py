@@ -19,7 +19,7 @@ from ..schemas.yamlio import conflict, read_text, read_yaml, validated
 
 # %% auto #0
 __all__ = ['Case', 'TAPE_FORMAT', 'BYTES_PER_OUTPUT_TOKEN', 'Action', 'CampaignConfig', 'load_config', 'check_identifier',
-           'read_pinned', 'parse_cases', 'read_cases', 'parse_tape', 'model_identity']
+           'read_pinned', 'parse_cases', 'parse_tape', 'model_identity']
 
 # %% ../../nbs/84_campaign.config.ipynb #rules
 _Found = Iterator[tuple[str, str]]
@@ -181,15 +181,6 @@ def parse_cases(data: bytes, field: str = "cases") -> list[Case]:
             if not isinstance(text, str) or not text:
                 raise ConfigError(f"{field}[{index}].{key} is no nonempty text", hint=hint)
     return found
-
-
-def read_cases(path: str | os.PathLike[str]) -> list[Case]:
-    """The cases of a file; ConfigError names the file and the position of the first fault."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}", hint="check the path") from error
-    return parse_cases(data, str(path))
 
 # %% ../../nbs/84_campaign.config.ipynb #tape
 TAPE_FORMAT = "wsm.actions.v1"

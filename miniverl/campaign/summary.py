@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from .budget import Ledger
+from .budget import budget_summary
 from .evidence import artifact_sha256, completed_evidence, read_grade, verify_chain
 from .manifest import ARMS, Campaign, TrialSpec
 from .records import OUTCOMES, Outcome, Schema, derived_status, read_record
@@ -19,8 +18,8 @@ from ..core import DataError
 from ..wsm.scoring import Score, fingerprint_diff
 
 # %% auto #0
-__all__ = ['STATEMENTS', 'LOCAL', 'TAPE', 'FORMAT', 'statements_for', 'TrialEvidence', 'read_trial', 'public_row', 'budget_of',
-           'results_of', 'statuses_by_arm', 'environment_notes', 'build_summary']
+__all__ = ['STATEMENTS', 'LOCAL', 'TAPE', 'FORMAT', 'statements_for', 'TrialEvidence', 'read_trial', 'public_row', 'results_of',
+           'statuses_by_arm', 'environment_notes', 'build_summary']
 
 # %% ../../nbs/89_campaign.summary.ipynb #statements
 STATEMENTS = (
@@ -139,21 +138,6 @@ def public_row(trial: TrialEvidence) -> dict[str, Any]:
     own = {"status": trial.status, "reason": trial.reason, "evidence": trial.evidence, "actions": trial.actions}
     return asdict(trial.spec) | own | scores
 
-# %% ../../nbs/89_campaign.summary.ipynb #money
-def budget_of(campaign: Campaign) -> dict[str, Any]:
-    """Reservations by arm and in all, in US dollars as text, and what is not known."""
-    ledger = Ledger(campaign)
-    arms = dict.fromkeys(ARMS, Decimal(0))
-    for spec in campaign.schedule:
-        if record := ledger.find(spec):
-            arms[spec.arm] += ledger.amount_of(record)
-    sealed = campaign.manifest["budget"]
-    return {"max_usd": f"{ledger.limit:f}", "prior_reserved_usd": f"{ledger.prior:f}", "reserved_usd": f"{ledger.charged:f}",
-            "reserved_by_arm_usd": {arm: f"{amount:f}" for arm, amount in arms.items()},
-            "unreserved_usd": f"{max(ledger.limit - ledger.prior - ledger.charged, Decimal(0)):f}",
-            "actual_usd": None, "actual_billing": "unknown and unreconciled",
-            "price_checked_on": sealed["price_checked_on"], "rates": sealed["rates"]}
-
 # %% ../../nbs/89_campaign.summary.ipynb #effect-record
 def _effect_record(effect: Effect) -> dict[str, Any]:
     """One contrast as plain data."""
@@ -228,5 +212,5 @@ def build_summary(campaign: Campaign) -> dict[str, Any]:
         "statuses": statuses_by_arm(trials), "trials": [public_row(trial) for trial in trials],
         "inspection_only": [{"trial": trial.spec.id, "status": trial.status, "receipts": trial.receipts} for trial in trials if trial.receipts],
         "environment_differs": environment_notes(manifest, trials),
-        "budget": budget_of(campaign), "allowance": usage, "statements": statements_for(manifest),
+        "budget": budget_summary(campaign), "allowance": usage, "statements": statements_for(manifest),
     }
