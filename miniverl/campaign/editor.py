@@ -3,6 +3,8 @@
 # %% ../../nbs/87b_campaign.editor.ipynb #imports
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import sys
@@ -15,7 +17,7 @@ from ..core import DataError, MiniVerlError, sha256_file
 from ..wsm.files import read_header, weight_files
 
 # %% auto #0
-__all__ = ['take_wire', 'write_checkpoint', 'Session', 'serve', 'assemble', 'export', 'main']
+__all__ = ['take_wire', 'write_checkpoint', 'Session', 'serve', 'assemble', 'export', 'warm_up', 'main']
 
 # %% ../../nbs/87b_campaign.editor.ipynb #wire
 def take_wire() -> tuple[BinaryIO, BinaryIO]:
@@ -145,8 +147,17 @@ def export(model: str, checkpoint: str, out: str, cap: str) -> int:
     return send(out, int(cap), sys.stdout.buffer, sys.stderr.buffer)
 
 
+def warm_up() -> None:
+    """Import what opening a model needs; whatever fails here fails again, and is told, when a model is opened."""
+    with contextlib.suppress(Exception):
+        for name in ("miniverl.wsm.model", "transformers.modeling_utils"):
+            importlib.import_module(name)
+
+
 def main(argv: Sequence[str]) -> int:
     """The program inside: an editor without arguments, the export of an artifact with MODEL CHECKPOINT OUT CAP."""
     if argv:
         return export(*argv)
-    return serve(*take_wire())
+    requests, answers = take_wire()
+    warm_up()
+    return serve(requests, answers)
