@@ -334,7 +334,7 @@ def test_a_summary_holds_what_a_reader_needs(finished):
     assert set(summary) == set(
         "format campaign_format manifest_sha256 name model provenance environment backend isolation policy route_fingerprint "
         "actions_sha256 limits statistics thresholds repetitions label label_reasons warnings review tasks regression_cases "
-        "contrasts success decision statuses trials inspection_only environment_differs budget allowance statements".split()
+        "contrasts pairs success decision statuses trials inspection_only environment_differs budget allowance statements".split()
     )
     effect = summary["contrasts"]["vs_scripted"]
     assert set(effect) == set(

@@ -13,8 +13,8 @@ from .records import Outcome
 from ..core import DataError
 
 # %% auto #0
-__all__ = ['CONTRASTS', 'Paired', 'pairs', 'completed', 'Summary', 'summarise', 'Effect', 'effect_of', 'Success', 'success',
-           'Decision', 'decide', 'ExactInterval', 'bootstrap_ci', 'exact_ci']
+__all__ = ['CONTRASTS', 'Paired', 'partners', 'pairs', 'completed', 'Summary', 'summarise', 'Effect', 'effect_of', 'Success',
+           'success', 'Decision', 'decide', 'ExactInterval', 'bootstrap_ci', 'exact_ci']
 
 # %% ../../nbs/89_campaign.statistics.ipynb #re-exported
 _all_ = ["ExactInterval", "bootstrap_ci", "exact_ci"]
@@ -35,18 +35,28 @@ def _score(grade: Mapping[str, Any], kind: str, trial: str) -> float:
         raise DataError(f"the receipt of {trial} has no {kind} score", hint="the record was damaged or edited; restore the campaign from a copy") from error
 
 
-def _scores(manifest: Mapping[str, Any], outcomes: Mapping[str, str], grades: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str, int], tuple[float, float]]:
-    """Private and regression score of every completed trial by arm, task and repetition."""
+def _scores(manifest: Mapping[str, Any], outcomes: Mapping[str, str], grades: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Private and regression score of every completed trial by its id."""
     found = {}
     for row in manifest["schedule"]:
         trial = row["id"]
         if outcomes.get(trial) == Outcome.COMPLETED:
             if trial not in grades:
                 raise DataError(f"{trial} is completed without a grading receipt", hint="the campaign is damaged; restore it from a copy")
-            found[row["arm"], row["task"], row["repetition"]] = (_score(grades[trial], "private", trial), _score(grades[trial], "regression", trial))
+            found[trial] = (_score(grades[trial], "private", trial), _score(grades[trial], "regression", trial))
     return found
 
 # %% ../../nbs/89_campaign.statistics.ipynb #pairs
+def partners(manifest: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], str, str]]:
+    """Every agent trial of the schedule, with the ids of the unchanged and of the scripted trial that it is compared with."""
+    ids = {(row["arm"], row["task"], row["repetition"]): row["id"] for row in manifest["schedule"]}
+    stochastic = {task["id"]: task["stochastic"] for task in manifest["tasks"]}
+    for row in manifest["schedule"]:
+        if row["arm"] == "agent":
+            task = row["task"]
+            yield row, ids["unchanged", task, 1], ids["scripted", task, row["repetition"] if stochastic[task] else 1]
+
+
 def _difference(left: tuple[float, float] | None, right: tuple[float, float] | None, kind: int) -> float | None:
     return None if left is None or right is None else left[kind] - right[kind]
 
@@ -64,14 +74,10 @@ def pairs(manifest: Mapping[str, Any], outcomes: Mapping[str, str], grades: Mapp
         Grading receipts of the completed trials by id; others are ignored.
     """
     scores = _scores(manifest, outcomes, grades)
-    stochastic = {task["id"]: task["stochastic"] for task in manifest["tasks"]}
     found: dict[str, Paired] = {name: {} for name in CONTRASTS}
-    for row in manifest["schedule"]:
-        if row["arm"] != "agent":
-            continue
-        family, task, repetition = row["family"], row["task"], row["repetition"]
-        agent, unchanged = scores.get(("agent", task, repetition)), scores.get(("unchanged", task, 1))
-        scripted = scores.get(("scripted", task, repetition if stochastic[task] else 1))
+    for row, *others in partners(manifest):
+        family, task = row["family"], row["task"]
+        agent, unchanged, scripted = (scores.get(trial) for trial in (row["id"], *others))
         for name, value in zip(CONTRASTS, (_difference(unchanged, agent, 0), _difference(scripted, agent, 0), _difference(agent, unchanged, 1)), strict=True):
             found[name].setdefault(family, {}).setdefault(task, []).append(value)
     return found

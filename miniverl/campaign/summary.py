@@ -13,13 +13,13 @@ from .budget import budget_summary
 from .evidence import artifact_sha256, completed_evidence, read_grade, verify_chain
 from .manifest import ARMS, Campaign, TrialSpec
 from .records import OUTCOMES, Outcome, Schema, derived_status, read_record
-from .statistics import CONTRASTS, Decision, Effect, decide, effect_of, pairs, success
+from .statistics import CONTRASTS, Decision, Effect, decide, effect_of, pairs, partners, success
 from ..core import DataError
 from ..wsm.scoring import Score, fingerprint_diff
 
 # %% auto #0
-__all__ = ['STATEMENTS', 'LOCAL', 'TAPE', 'FORMAT', 'statements_for', 'TrialEvidence', 'read_trial', 'public_row', 'results_of',
-           'statuses_by_arm', 'environment_notes', 'build_summary']
+__all__ = ['STATEMENTS', 'LOCAL', 'TAPE', 'FORMAT', 'statements_for', 'TrialEvidence', 'read_trial', 'public_row', 'pair_table',
+           'results_of', 'statuses_by_arm', 'environment_notes', 'build_summary']
 
 # %% ../../nbs/89_campaign.summary.ipynb #statements
 STATEMENTS = (
@@ -152,6 +152,14 @@ def _decision_record(decision: Decision, label: str) -> dict[str, Any]:
     return {"decision": decision.decision, "shown": f"{decision.decision} ({label})", "reasons": list(decision.reasons),
             "incomplete_evidence": decision.incomplete_evidence}
 
+# %% ../../nbs/89_campaign.summary.ipynb #pair-table
+def pair_table(manifest: Mapping[str, Any], outcomes: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Which trials every agent trial is compared with, and which of the pairs are complete."""
+    done = {trial for trial, status in outcomes.items() if status == Outcome.COMPLETED}
+    return [{"agent": row["id"], "unchanged": unchanged, "scripted": scripted,
+             "vs_unchanged": {row["id"], unchanged} <= done, "vs_scripted": {row["id"], scripted} <= done}
+            for row, unchanged, scripted in partners(manifest)]
+
 # %% ../../nbs/89_campaign.summary.ipynb #results
 def results_of(manifest: Mapping[str, Any], trials: Sequence[TrialEvidence]) -> dict[str, Any]:
     """Contrasts, success and decision from the evidence of all trials."""
@@ -163,6 +171,7 @@ def results_of(manifest: Mapping[str, Any], trials: Sequence[TrialEvidence]) -> 
     rate = success(contrasts, thresholds)
     return {
         "contrasts": {name: _effect_record(effect) for name, effect in effects.items()},
+        "pairs": pair_table(manifest, outcomes),
         "success": None if rate is None else {"successes": rate.successes, "scheduled": rate.scheduled, "rate": rate.rate},
         "decision": _decision_record(decide({name: effect.interval for name, effect in effects.items()}, thresholds, complete), manifest["label"]),
     }
