@@ -111,15 +111,19 @@ print("reached" if any([tried(socket.SOCK_STREAM), tried(socket.SOCK_DGRAM)]) el
 # %% ../../nbs/89e_campaign.controls.ipynb #greedy
 _DAEMON = """import os
 
+reader, writer = os.pipe()
 if os.fork() == 0:
     try:
         os.setsid()
         if os.fork() == 0:
             os.execv("/bin/sleep", ["sleep", "300.{mark}"])
+    except OSError:
+        os.write(writer, b"not started")
     finally:
         os._exit(0)
+os.close(writer)
+print(os.read(reader, 20).decode() or "away")
 os.wait()
-print("away")
 """
 
 _MEMORY = "hoard = bytearray(1 << 34)\n"

@@ -262,7 +262,7 @@ def _collect(campaign: Campaign, tapes: Sequence[Tape], watched: Mapping[str, in
         findings += judge_tape(tape, evidence, unchanged, good, level, watched)
     return GateReport(level, tuple(findings))
 
-# %% ../../nbs/89e_campaign.gate.ipynb #run
+# %% ../../nbs/89e_campaign.gate.ipynb #place
 @contextmanager
 def _place(folder: str | os.PathLike[str] | None) -> Iterator[Path]:
     """The folder given, or a temporary one."""
@@ -272,7 +272,7 @@ def _place(folder: str | os.PathLike[str] | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="miniverl-gate-") as made:
         yield Path(made)
 
-
+# %% ../../nbs/89e_campaign.gate.ipynb #run
 def run_control_tapes(folder: str | os.PathLike[str] | None = None, *, quick: bool = False, at_most: int = 3,
                       on_progress: Callable[[Any], None] | None = None, backend: Any = None, grader: Any = None) -> GateReport:
     """Play the control tapes as the agent of a campaign on this machine, and report what came of each control.
