@@ -18,8 +18,9 @@ $(READY): settings.ini setup.py constraints.txt environments/verify_gym/setup.py
 demo: $(READY)  ## watch a small student learn to use a calculator, by on-policy distillation
 	$(BIN)/miniverl demo --output runs/demo --overwrite
 
-test: $(READY)  ## notebooks and tests in one process, with coverage of the package
-	$(BIN)/python -m pytest --cov=miniverl --cov-report=term
+WORKERS ?= 2
+test: $(READY)  ## notebooks and tests, a file to a process, with coverage of the package
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov=miniverl --cov-report=term
 
 SMOLLM2 := .smollm2/model
 $(SMOLLM2): $(READY)

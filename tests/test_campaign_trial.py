@@ -166,7 +166,7 @@ def test_the_modules_of_a_trial_know_no_other_place_and_no_grade():
         names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
         rooms = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level}
         assert not names & {"Layout", "open", "shutil", "replace", "rename"}
-        assert rooms <= {"records", "turns", "trial", "config", "core", "store", ""} | {"..core"}
+        assert rooms <= {"records", "turns", "trial", "config", "config_sections", "core", "store", ""} | {"..core"}
 
 
 def test_the_last_successful_edit_counts_also_when_it_is_worse(tmp_path):
