@@ -1,6 +1,6 @@
 """A small campaign on a real model: two families of completions, and edits that were computed, not learned.
 
-    python tools/smollm2_campaign.py MODEL OUT              write, seal, run and report the campaign in OUT (five to twenty minutes)
+    python tools/smollm2_campaign.py MODEL OUT              write, seal, run and report the campaign in OUT (three minutes on two free cores)
     python tools/smollm2_campaign.py MODEL OUT --publish    and keep its report in benchmarks/results/campaign-smollm2/
     python tools/smollm2_campaign.py --render               make the kept pages again from the kept summary.json
 
