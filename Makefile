@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-slow bindings docs export save check perf readme clean
+.PHONY: help demo test test-slow coverage bindings docs export save check perf readme clean
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
@@ -19,7 +19,10 @@ demo: $(READY)  ## watch a small student learn to use a calculator, by on-policy
 	$(BIN)/miniverl demo --output runs/demo --overwrite
 
 WORKERS ?= 2
-test: $(READY)  ## notebooks and tests, a file to a process, with coverage of the package
+test: $(READY)  ## notebooks and tests, shared out to two processes file by file
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+coverage: $(READY)  ## the same with coverage of the package
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov=miniverl --cov-report=term
 
 SMOLLM2 := .smollm2/model
